@@ -1,0 +1,75 @@
+"""Every error Counterflow raises on purpose, as one tree. A message says what was wrong, where, and what to do.
+
+CounterflowError
+├── ConfigError          the configuration, or a file it names, cannot be used; nothing was started (exit code 2)
+├── UnavailableError     something the run needs outside this process is missing or refuses (exit code 2 before the start)
+│   ├── BufferUnavailable    the Redis or Valkey server cannot be reached, or refuses the client
+│   └── PlacementError       the cluster has no room for an actor or learner bundle
+├── DeadlineExceeded     a wait passed its deadline; says who waited, on what, and for how long
+├── EntryError           a stream entry is not a group this run can train (it goes to quarantine)
+├── WeightSyncError      a policy version did not arrive where it had to
+└── RunFailed            a part of the run died; says which and why (exit code 1)
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BufferUnavailable",
+    "ConfigError",
+    "CounterflowError",
+    "DeadlineExceeded",
+    "EntryError",
+    "PlacementError",
+    "RunFailed",
+    "UnavailableError",
+    "WeightSyncError",
+]
+
+
+class CounterflowError(Exception):
+    """Base of every error below."""
+
+
+class ConfigError(CounterflowError):
+    """The configuration, or a file it names, cannot be used."""
+
+
+class UnavailableError(CounterflowError):
+    """Something outside this process that the run needs is missing or refuses."""
+
+
+class BufferUnavailable(UnavailableError):
+    """The Redis or Valkey server cannot be reached, or refuses the client."""
+
+
+class PlacementError(UnavailableError):
+    """The cluster has no room for an actor or learner bundle."""
+
+
+class DeadlineExceeded(CounterflowError):
+    """A wait passed its deadline.
+
+    Args:
+        owner: who waited.
+        reason: what it waited for, and what to look at.
+        timeout_s: how long it waited, in seconds.
+    """
+
+    def __init__(self, owner: str, reason: str, timeout_s: float) -> None:
+        super().__init__(f"{owner} waited {timeout_s:g} s for {reason}")
+        self.owner, self.reason, self.timeout_s = owner, reason, timeout_s
+
+    def __reduce__(self) -> tuple[type[DeadlineExceeded], tuple[str, str, float]]:
+        return type(self), (self.owner, self.reason, self.timeout_s)
+
+
+class EntryError(CounterflowError):
+    """A stream entry is not a group that this run can train."""
+
+
+class WeightSyncError(CounterflowError):
+    """A policy version did not arrive where it had to."""
+
+
+class RunFailed(CounterflowError):
+    """A part of the run died."""
