@@ -1,0 +1,266 @@
+"""The buffer: groups on one Redis stream, moved only by atomic scripts: each is trained once, and all are counted.
+
+Actors hold a `Producer` (asyncio), the learner a `Consumer` (blocking). A group is leased when it is admitted, appended
+once, read in admission order, and leaves the stream with the commit of the optimizer step that trained it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from typing import Any
+
+import redis
+from redis.commands.core import AsyncScript, Script
+
+from counterflow.buffer.connection import Address, connect, connect_async
+from counterflow.buffer.trajectory import Group, Origin, decode
+from counterflow.errors import BufferUnavailable, DeadlineExceeded, EntryError
+from counterflow.records import Ledger
+
+CONSUMER_GROUP = "learner"
+_BLOCK_MS = 200
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The Redis keys of one run. The braces keep them on one node of a Redis Cluster."""
+
+    state: str
+    leases: str
+    attempts: str
+    stream: str
+    dropped: str
+    quarantine: str
+
+    @classmethod
+    def of(cls, run_id: str) -> Keys:
+        """The keys of the run called `run_id`."""
+        return cls(**{field.name: f"counterflow:{{{run_id}}}:{field.name}" for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to generate group `admission`, for the `attempt`-th time."""
+
+    admission: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A group on the stream."""
+
+    entry_id: bytes
+    group: Group
+    tokens: int
+    arrived_at: float
+    """Monotonic clock of the learner when it read the entry, seconds."""
+
+
+def _script(name: str) -> str:
+    return (files("counterflow.buffer") / f"{name}.lua").read_text(encoding="utf-8")
+
+
+class Producer:
+    """An actor's side of the buffer."""
+
+    def __init__(self, address: Address, run_id: str, *, capacity_groups: int, lease_s: float, attempts: int) -> None:
+        self._client = connect_async(address)
+        self._keys = Keys.of(run_id)
+        self._capacity_groups, self._lease_ms, self._attempts = capacity_groups, int(lease_s * 1000), attempts
+        self._admit: AsyncScript = self._client.register_script(_script("admit"))
+        self._add: AsyncScript = self._client.register_script(_script("add"))
+        self._fail: AsyncScript = self._client.register_script(_script("fail"))
+
+    async def admit(self, open_groups: int) -> Lease | None:
+        """Lease the next group whose admission number is below `open_groups`; None when none may start now."""
+        k = self._keys
+        n, attempt = await self._admit(
+            keys=[k.state, k.leases, k.attempts, k.stream, k.dropped],
+            args=[open_groups, self._capacity_groups, self._lease_ms, self._attempts],
+        )
+        return Lease(n, attempt) if n >= 0 else None
+
+    async def add(self, admission: int, tokens: int, payload: bytes) -> bool:
+        """Append a finished group; False when it is already there. Safe to repeat."""
+        k = self._keys
+        return bool(await self._add(keys=[k.state, k.leases, k.attempts, k.stream], args=[admission, tokens, payload]))
+
+    async def fail(self, admission: int, tokens: int) -> bool:
+        """Give a lease back after `tokens` tokens in vain; False when the group was dropped as poison."""
+        k = self._keys
+        return bool(
+            await self._fail(keys=[k.state, k.leases, k.attempts, k.dropped], args=[admission, tokens, self._attempts])
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+
+class Consumer:
+    """The learner's side of the buffer: batches of whole groups in admission order.
+
+    A new consumer takes over what a dead one had read and not committed.
+    """
+
+    def __init__(self, address: Address, run_id: str, origin: Origin) -> None:
+        self._client = connect(address)
+        self._keys = Keys.of(run_id)
+        self._origin = origin
+        self._commit: Script = self._client.register_script(_script("commit"))
+        self._drop: Script = self._client.register_script(_script("drop"))
+        self._arrived: dict[int, Entry] = {}
+        self._dropped: set[int] = set()
+        try:
+            self._client.xgroup_create(self._keys.stream, CONSUMER_GROUP, id="0", mkstream=True)
+        except redis.ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+        version, cursor = self._client.hmget(self._keys.state, "version", "cursor")
+        self.version, self._cursor = int(version or 0), int(cursor or 0)
+        self._claim_pending()
+
+    def take(self, groups: int, timeout_s: float) -> list[Entry]:
+        """The next `groups` groups in admission order, waiting until all are there.
+
+        Raises:
+            DeadlineExceeded: they are not there after `timeout_s` seconds; names the first missing one.
+            BufferUnavailable: the server went away.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            wanted = self._wanted(groups)
+            missing = [n for n in wanted if n not in self._arrived]
+            if not missing:
+                self._cursor = wanted[-1] + 1
+                return [self._arrived.pop(n) for n in wanted]
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    "the learner",
+                    f"{len(missing)} of {groups} groups, the first of them number {missing[0]}: "
+                    f"{self._whereabouts(missing[0])}",
+                    timeout_s,
+                )
+            self._read(groups)
+
+    def commit(self, entries: Sequence[Entry], version: int) -> None:
+        """Record that the step which made `version` trained `entries`: acknowledged and removed in one script.
+
+        Raises:
+            BufferUnavailable: the server refused, because the version does not follow or an entry was trained before.
+        """
+        pairs = [x for e in entries for x in (e.entry_id, e.tokens)]
+        cursor = max(e.group.admission for e in entries) + 1
+        k = self._keys
+        try:
+            self._commit(keys=[k.state, k.stream], args=[CONSUMER_GROUP, version, cursor, *pairs])
+        except redis.ResponseError as error:
+            raise BufferUnavailable(f"the buffer refused the commit of version {version}: {error}") from error
+        self.version = version
+
+    def depth(self) -> int:
+        """Groups in the stream, those read and not yet committed included."""
+        return int(self._client.xlen(self._keys.stream))
+
+    def tokens_generated(self) -> int:
+        """Response tokens that reached the buffer since the run began."""
+        return int(self._client.hget(self._keys.state, "tokens_generated") or 0)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _wanted(self, groups: int) -> list[int]:
+        wanted: list[int] = []
+        n = self._cursor
+        while len(wanted) < groups:
+            if n not in self._dropped:
+                wanted.append(n)
+            n += 1
+        return wanted
+
+    def _read(self, count: int) -> None:
+        def read() -> Any:
+            return self._client.xreadgroup(
+                CONSUMER_GROUP, "learner", {self._keys.stream: ">"}, count=count, block=_BLOCK_MS
+            )
+
+        answer = self._ask(read)
+        for _, entries in answer or []:
+            for entry_id, values in entries:
+                self._receive(entry_id, values)
+        if not answer:
+            self._dropped = {int(n) for n in self._ask(lambda: self._client.smembers(self._keys.dropped))}
+
+    def _claim_pending(self) -> None:
+        start: bytes | str = "0-0"
+        while True:
+            start, entries, *_ = self._client.xautoclaim(
+                self._keys.stream, CONSUMER_GROUP, "learner", min_idle_time=0, start_id=start, count=256
+            )
+            for entry_id, values in entries:
+                self._receive(entry_id, values)
+            if start == b"0-0":
+                return
+
+    def _receive(self, entry_id: bytes, values: dict[bytes, bytes]) -> None:
+        try:
+            group = decode(values.get(b"payload", b""), self._origin)
+            if values.get(b"n") != str(group.admission).encode():
+                raise EntryError(f"the entry says group {values.get(b'n')!r}, its payload says {group.admission}")
+        except EntryError as error:
+            self._quarantine(entry_id, values, str(error))
+            return
+        self._arrived[group.admission] = Entry(entry_id, group, group.response_tokens, time.monotonic())
+
+    def _quarantine(self, entry_id: bytes, values: dict[bytes, bytes], detail: str) -> None:
+        k, n, tokens = self._keys, values.get(b"n", b""), values.get(b"tokens", b"0")
+        known = n.isdigit() and tokens.isdigit()
+        self._drop(
+            keys=[k.state, k.stream, k.dropped, k.quarantine],
+            args=[CONSUMER_GROUP, entry_id, n if known else "", tokens, "poison", detail, 1],
+        )
+
+    def _whereabouts(self, admission: int) -> str:
+        lease = self._client.zscore(self._keys.leases, admission)
+        if lease is None:
+            admitted = int(self._client.hget(self._keys.state, "admitted") or 0)
+            return "not admitted yet (do the actors serve a new enough version?)" if admission >= admitted else "lost"
+        return f"being generated, lease ends at Unix time {lease / 1000:.0f} s"
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            raise BufferUnavailable(f"the buffer's server went away: {error}") from error
+
+
+def read_ledger(address: Address, run_id: str) -> Ledger:
+    """Where every group of the run is, read in one transaction."""
+    client, k = connect(address), Keys.of(run_id)
+    try:
+        with client.pipeline(transaction=True) as pipeline:
+            pipeline.hgetall(k.state).xlen(k.stream).zcard(k.leases)
+            raw, buffered, in_flight = pipeline.execute()
+    finally:
+        client.close()
+    state = {key.decode(): int(value) for key, value in raw.items()}
+    return Ledger(
+        generated=state.get("generated", 0),
+        trained=state.get("trained", 0),
+        buffered=buffered,
+        in_flight=in_flight,
+        dropped=_reasons(state, "dropped:"),
+        tokens_generated=state.get("tokens_generated", 0),
+        tokens_trained=state.get("tokens_trained", 0),
+        tokens_buffered=state.get("tokens_buffered", 0),
+        tokens_dropped=_reasons(state, "tokens_dropped:"),
+    )
+
+
+def _reasons(state: dict[str, int], prefix: str) -> dict[str, int]:
+    return {key.removeprefix(prefix): value for key, value in sorted(state.items()) if key.startswith(prefix)}
