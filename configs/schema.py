@@ -96,7 +96,7 @@ class AdmissionSection(Section):
     """Which groups may start, and how stale they may become."""
 
     groups_per_step: int = Field(32, ge=1, description="B: groups trained by one optimizer step.")
-    samples_per_group: int = Field(8, ge=1, description="G: responses sampled for one prompt.")
+    samples_per_group: int = Field(8, ge=2, description="G: responses sampled for one prompt; a baseline needs two.")
     max_lag: float = Field(
         4, ge=0, description="Group n may start only when floor(n/B) <= version + max_lag. 0 is synchronous, `inf` unbounded."
     )

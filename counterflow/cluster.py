@@ -1,0 +1,147 @@
+"""The run's place on Ray: a cluster of its own or one that is there, with room for every process of the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from counterflow import processes
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import PlacementError, UnavailableError
+
+_OBJECT_STORE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What one process of the run needs of a node."""
+
+    owner: str
+    cpus: int
+    gpus: int
+
+    def __str__(self) -> str:
+        gpus = f" and {self.gpus} GPU" if self.gpus else ""
+        return f"{self.owner} ({self.cpus} CPU{gpus})"
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node has to give."""
+
+    cpus: float
+    gpus: float
+
+
+def bundles(config: RunConfig) -> list[Bundle]:
+    """The learner first, then the actors."""
+    actor = config.actors
+    return [
+        Bundle("learner", config.learner.cpus, config.learner.gpus),
+        *(Bundle(f"actor {i}", actor.cpus, actor.gpus) for i in range(actor.count)),
+    ]
+
+
+def check_room(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> None:
+    """See that every bundle fits on a node, first come first served.
+
+    Raises:
+        PlacementError: names the first bundle that has no room.
+    """
+    free = list(nodes)
+    for index, bundle in enumerate(wanted):
+        fit = next((i for i, n in enumerate(free) if n.cpus >= bundle.cpus and n.gpus >= bundle.gpus), None)
+        if fit is None:
+            cpus, gpus = sum(n.cpus for n in nodes), sum(n.gpus for n in nodes)
+            placed = ", ".join(map(str, wanted[:index])) or "nothing"
+            raise PlacementError(
+                f"no room for bundle {index}, {bundle}: there are {cpus:g} CPUs and {gpus:g} GPUs on {len(nodes)} "
+                f"node(s), taken by {placed}; lower actors.count, actors.cpus or learner.cpus, or add nodes"
+            )
+        free[fit] = Node(free[fit].cpus - bundle.cpus, free[fit].gpus - bundle.gpus)
+
+
+class Cluster:
+    """A connection to Ray with a reserved place for each bundle. Made by `connect`."""
+
+    def __init__(self, group: Any, cores: list[list[int]] | None) -> None:
+        self._group, self._cores = group, cores
+
+    def cores(self, index: int) -> list[int] | None:
+        """The cores of the bundle's process; None leaves the choice to the system."""
+        return self._cores[index] if self._cores else None
+
+    def spawn(self, cls: type, bundle: Bundle, index: int, environment: Mapping[str, str], *args: Any) -> Any:
+        """Make a Ray actor of `cls(*args)` in the place reserved for bundle `index`."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        options = ray.remote(cls).options(
+            num_cpus=bundle.cpus,
+            num_gpus=bundle.gpus,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": dict(environment)},
+        )
+        return options.remote(*args)
+
+
+@contextmanager
+def connect(config: RunConfig) -> Iterator[Cluster]:
+    """Start or join Ray, reserve room for the run, and leave nothing behind.
+
+    Raises:
+        UnavailableError: no Ray cluster answers at `run.ray_address`.
+        PlacementError: no room, told within `run.placement_timeout_s` seconds.
+    """
+    wanted, local = bundles(config), config.run.ray_address == "local"
+    cores = processes.usable_cores()
+    if local:
+        # Before anything is started. GPUs are counted by Ray below.
+        check_room([Bundle(b.owner, b.cpus, 0) for b in wanted], [Node(len(cores), 0)])
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    started_here = {"num_cpus": len(cores), "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    try:
+        ray.init(
+            address=config.run.ray_address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **(started_here if local else {}),
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UnavailableError(f"run.ray_address {config.run.ray_address!r}: no Ray cluster there ({error})") from error
+    try:
+        group = _reserve(wanted, config.run.placement_timeout_s)
+        shares = processes.share_cores([b.cpus for b in wanted], cores) if local and config.run.pin_cores else None
+        yield Cluster(group, shares)
+        ray.util.remove_placement_group(group)
+    finally:
+        below = processes.descendants()
+        ray.shutdown()
+        # Ray ends its own processes; what those had started (engines, reward workers) may outlive them.
+        processes.end([p for p in below if p.is_running()], grace_s=1.0) if local else None
+
+
+def _reserve(wanted: Sequence[Bundle], timeout_s: float) -> Any:
+    import ray
+
+    nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+    check_room(wanted, [Node(n.get("CPU", 0), n.get("GPU", 0)) for n in nodes])
+    group = ray.util.placement_group([{"CPU": b.cpus, **({"GPU": b.gpus} if b.gpus else {})} for b in wanted])
+    if not group.wait(timeout_s):
+        available = ray.available_resources()
+        ray.util.remove_placement_group(group)
+        free = Node(available.get("CPU", 0), available.get("GPU", 0))
+        check_room(wanted, [free])
+        raise PlacementError(
+            f"Ray placed none of {', '.join(map(str, wanted))} within {timeout_s:g} s, with {free.cpus:g} CPUs and "
+            f"{free.gpus:g} GPUs free: see `ray status`"
+        )
+    return group

@@ -1,0 +1,214 @@
+"""The learner: takes batches of groups from the buffer, makes one policy version after the other, stages them for sync.
+
+One torch process. Groups flow in through a `Consumer`; step records, and weights in shared memory, flow out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from counterflow.buffer.connection import Address
+from counterflow.buffer.store import Consumer, Entry
+from counterflow.buffer.trajectory import Group, Origin
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import RunFailed
+from counterflow.learner.batch import Microbatch, microbatches, scored
+from counterflow.learner.objective.diagnostics import diagnose
+from counterflow.learner.objective.loss import policy_loss
+from counterflow.learner.objective.types import ObjectiveSpec, PolicyBatch, concatenate
+from counterflow.learner.policy import Policy, load_model
+from counterflow.processes import pin
+from counterflow.records import Interval, StepRecord
+from counterflow.weight_sync.lag import token_lags
+from counterflow.weight_sync.layout import Layout, lay_out, named_weights
+from counterflow.weight_sync.publisher import SharedMemoryPublisher, StagedVersion
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step sends to the supervisor."""
+
+    record: StepRecord
+    intervals: list[Interval]
+
+
+class Learner:
+    """The policy, its optimizer and the buffer's consumer.
+
+    Args:
+        cores: CPU cores to stay on; None leaves the choice to the system.
+        started_at: Unix time of the run's start, the zero of all times reported.
+    """
+
+    def __init__(
+        self, config: RunConfig, address: Address, origin: Origin, started_at: float, cores: Sequence[int] | None
+    ) -> None:
+        if cores:
+            pin(cores)
+        if not config.learner.gpus:
+            torch.set_num_threads(config.learner.cpus)
+        torch.manual_seed(config.run.seed)
+        self._config, self._started_at = config, started_at
+        device = torch.device("cuda" if config.learner.gpus else "cpu")
+        model = load_model(config, device)
+        reference = load_model(config, device).requires_grad_(False) if config.objective.kl.beta else None
+        self._policy = Policy(
+            model, reference, config.sampling.temperature, getattr(torch, config.learner.dtype), device
+        )
+        self._device = device
+        self._pad_token_id = model.config.pad_token_id or 0  # type: ignore[union-attr]
+        learner = config.learner
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
+        )
+        warmup = max(learner.warmup_steps, 1)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda s: min((s + 1) / warmup, 1.0))
+        kl, importance = config.objective.kl, config.objective.importance
+        self._spec = ObjectiveSpec(
+            beta=kl.beta,
+            correction=importance.correction,
+            level=importance.level,
+            cap=importance.cap,
+            # Under a cap the k1 of earlier tokens does not average out of the whole return.
+            kl_return="to_go",
+        )
+        self._length_constant = config.objective.length_constant or config.sampling.max_tokens
+        self._consumer = Consumer(address, origin.run_id, origin)
+        dtype = getattr(torch, config.actors.dtype)
+        self._publisher = SharedMemoryPublisher(origin.run_id, lay_out(named_weights(model), dtype))
+
+    def weight_slots(self) -> tuple[list[Path], Layout]:
+        """Where versions are staged, for actors on this host."""
+        return self._publisher.paths, self._publisher.layout
+
+    def stage(self, slot: int) -> StagedVersion:
+        """Copy the current weights into `slot`, from where actors load them."""
+        return self._publisher.stage(self._consumer.version, slot, named_weights(self._policy.model))
+
+    def step(self) -> StepResult:
+        """Wait for a batch, take one optimizer step on it, commit both together.
+
+        Raises:
+            DeadlineExceeded: the batch is not complete within `run.step_timeout_s`.
+            RunFailed: the gradient is not finite.
+        """
+        waiting = self._now()
+        entries = self._consumer.take(self._config.admission.groups_per_step, self._config.run.step_timeout_s)
+        training = self._now()
+        record = self._train(entries)
+        version = self._consumer.version + 1
+        self._consumer.commit(entries, version)
+        end = self._now()
+        record = replace(
+            record,
+            step=version,
+            policy_version=version,
+            time_s=end,
+            wait_s=training - waiting,
+            train_s=end - training,
+            tokens_generated=self._consumer.tokens_generated(),
+            learner_tokens_per_s=record.tokens / (end - training),
+            buffer_groups=self._consumer.depth(),
+        )
+        return StepResult(
+            record, [Interval("learner", "wait", waiting, training), Interval("learner", "train", training, end)]
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the current policy as a Hugging Face folder."""
+        self._policy.save(folder)
+
+    def close(self) -> None:
+        """Remove the staged weights and leave the buffer."""
+        self._publisher.close()
+        self._consumer.close()
+
+    def _now(self) -> float:
+        return time.time() - self._started_at
+
+    def _train(self, entries: Sequence[Entry]) -> StepRecord:
+        groups = [entry.group for entry in entries]
+        batches = microbatches(groups, self._config.learner.microbatch_tokens, self._pad_token_id)
+        sequences = sum(len(batch.rewards) for batch in batches)
+        normalizer = max(sequences, 1) * self._length_constant
+        self._optimizer.zero_grad(set_to_none=True)
+        done: list[PolicyBatch] = []
+        loss_sum, entropy_sum = 0.0, 0.0
+        for batch in batches:
+            logprobs, entropies = self._policy.logprobs(batch)
+            policy_batch = self._policy_batch(batch, logprobs)
+            loss = policy_loss(policy_batch, self._spec, normalizer)
+            loss.backward()  # type: ignore[no-untyped-call]
+            done.append(policy_batch)
+            loss_sum += loss.item()
+            entropy_sum += entropies.sum().item()
+        learning_rate = self._schedule.get_last_lr()[0]
+        norm = torch.nn.utils.clip_grad_norm_(self._policy.model.parameters(), self._config.learner.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise RunFailed(f"the gradient of step {self._consumer.version + 1} is not finite: lower learner.lr")
+        self._optimizer.step()
+        self._schedule.step()
+        return self._record(groups, concatenate(done), loss_sum, entropy_sum, norm.item(), learning_rate)
+
+    def _policy_batch(self, batch: Microbatch, logprobs: torch.Tensor) -> PolicyBatch:
+        reference = self._policy.reference_logprobs(batch)
+        return PolicyBatch(
+            logprobs=logprobs,
+            behavior_logprobs=batch.behavior_logprobs.to(self._device),
+            reference_logprobs=reference,
+            proximal_logprobs=None,
+            loss_mask=torch.ones_like(logprobs, dtype=torch.bool),
+            sequence=batch.sequence.to(self._device),
+            rewards=batch.rewards.to(self._device),
+            group=batch.group.to(self._device),
+        )
+
+    def _record(
+        self, groups: Sequence[Group], batch: PolicyBatch, loss: float, entropy: float, norm: float, rate: float
+    ) -> StepRecord:
+        trained = [t for group in groups for t in scored(group)]
+        lags = np.concatenate([token_lags(t.version_spans, self._consumer.version) for t in trained])
+        tokens = len(lags)
+        measured = diagnose(batch, self._spec)
+        return StepRecord(
+            step=0,
+            policy_version=0,
+            time_s=0.0,
+            groups=len(groups),
+            sequences=len(trained),
+            tokens=tokens,
+            reward_mean=float(np.mean([t.reward for t in trained])),
+            lag_mean=float(lags.mean()),
+            lag_p50=float(np.percentile(lags, 50)),
+            lag_p95=float(np.percentile(lags, 95)),
+            lag_max=int(lags.max()),
+            lag_histogram=np.bincount(lags).tolist(),
+            kl_reference=measured.kl_reference,
+            kl_behavior_k1=measured.kl_behavior_k1,
+            kl_behavior_k3=measured.kl_behavior_k3,
+            ess_token=measured.ess_token,
+            ess_sequence=measured.ess_sequence,
+            chi2=measured.chi2,
+            truncated_weights=measured.truncated_weights,
+            entropy=entropy / tokens,
+            grad_norm=norm,
+            learning_rate=rate,
+            loss=loss,
+            zero_signal_groups=measured.zero_signal_groups,
+            truncated_responses=float(np.mean([t.finish_reason == "length" for t in trained])),
+            failed_samples=sum(len(g.trajectories) for g in groups) - len(trained),
+            response_tokens_mean=tokens / len(trained),
+            wait_s=0.0,
+            train_s=0.0,
+            tokens_generated=0,
+            learner_tokens_per_s=0.0,
+            actors_tokens_per_s=0.0,
+            buffer_groups=0,
+            publish_debt=0,
+        )

@@ -1,0 +1,76 @@
+"""The model that is trained and its frozen reference: loading, log-probs of response tokens, saving.
+
+Hugging Face folders flow in and out; the objective sees only log-probs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import ConfigError
+from counterflow.learner.batch import Microbatch
+from counterflow.learner.logprobs import token_logprobs
+
+
+def load_model(config: RunConfig, device: torch.device) -> torch.nn.Module:
+    """The causal language model in `model.path`, float32, without dropout.
+
+    Raises:
+        ConfigError: the folder holds no such model.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model.path,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {config.model.path} holds no causal language model: {error}") from error
+    # eval: dropout would make pi differ from itself between two forwards.
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+class Policy:
+    """Current and reference policy, with the forward that both share.
+
+    Args:
+        precision: dtype of forward and backward; weights stay float32.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        reference: torch.nn.Module | None,
+        temperature: float,
+        precision: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.model, self.reference = model, reference
+        self._temperature, self._precision, self._device = temperature, precision, device
+
+    def logprobs(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Log-probs under the current policy, float32 [tokens] with gradient, and entropies, detached."""
+        return self._forward(self.model, batch)
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: Microbatch) -> Tensor | None:
+        """Log-probs under the frozen reference, float32 [tokens]; None where there is no reference."""
+        return None if self.reference is None else self._forward(self.reference, batch)[0]
+
+    def save(self, folder: Path) -> None:
+        """Write the current policy as a Hugging Face folder."""
+        self.model.save_pretrained(folder)  # type: ignore[operator]
+
+    def _forward(self, model: torch.nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        with torch.autocast(self._device.type, self._precision, enabled=self._precision != torch.float32):
+            # Right padding comes after every real token, so that causal attention alone hides it.
+            hidden = model.base_model(input_ids=batch.input_ids.to(self._device), use_cache=False).last_hidden_state  # type: ignore[operator]
+            chosen = hidden.flatten(0, 1)[batch.predictors.to(self._device)]
+            head = model.get_output_embeddings()  # type: ignore[operator]
+            return token_logprobs(chosen, head, batch.targets.to(self._device), self._temperature)

@@ -1,0 +1,274 @@
+"""What real batches do to a loss: splits, padding, missing samples, half precision, and log-probs that break exp."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from counterflow.learner.objective import (
+    ObjectiveSpec,
+    PolicyBatch,
+    advantages,
+    concatenate,
+    diagnose,
+    importance_weights,
+    leave_one_out,
+    policy_loss,
+    token_losses,
+)
+
+SPECS = [
+    ObjectiveSpec(beta=0.1, correction=correction, level=level, cap=cap, kl_return=kl_return)
+    for (correction, level), cap, kl_return in itertools.product(
+        [("none", "token"), ("truncated", "token"), ("truncated", "sequence")], (2.0, math.inf), ("whole", "to_go")
+    )
+]
+
+
+def make_batch(lengths, group, seed=0, dtype=torch.float64):
+    """Random sequences of `lengths` tokens, every one of them in the mask."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    logprobs, noise, reference = -torch.rand(3, tokens, dtype=torch.float64, generator=generator)
+    return PolicyBatch(
+        logprobs=logprobs.to(dtype).requires_grad_(),
+        behavior_logprobs=(logprobs + noise).to(dtype),
+        reference_logprobs=(logprobs + reference).to(dtype),
+        proximal_logprobs=None,
+        loss_mask=torch.ones(tokens, dtype=torch.bool),
+        sequence=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        rewards=torch.randint(0, 2, (len(lengths),), generator=generator).to(dtype),
+        group=torch.tensor(group),
+    )
+
+
+def gradient(batch, spec, normalizer=10.0):
+    (found,) = torch.autograd.grad(policy_loss(batch, spec, normalizer), batch.logprobs)
+    return found
+
+
+def part(batch, chosen_groups):
+    """The whole groups `chosen_groups` of a batch, sequences renumbered, and which tokens they are."""
+    sequences = torch.isin(batch.group, torch.tensor(chosen_groups))
+    tokens = sequences[batch.sequence]
+    renumbered = sequences.long().cumsum(0) - 1
+    return tokens, PolicyBatch(
+        logprobs=batch.logprobs.detach()[tokens].requires_grad_(),
+        behavior_logprobs=batch.behavior_logprobs[tokens],
+        reference_logprobs=batch.reference_logprobs[tokens],
+        proximal_logprobs=None,
+        loss_mask=batch.loss_mask[tokens],
+        sequence=renumbered[batch.sequence[tokens]],
+        rewards=batch.rewards[sequences],
+        group=batch.group[sequences],
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), spec=st.sampled_from(SPECS))
+def test_gradient_does_not_depend_on_the_split(data, spec):
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    group = [7 * number for number, size in enumerate(sizes) for _ in range(size)]
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=len(group), max_size=len(group)))
+    owner = data.draw(st.lists(st.integers(0, 2), min_size=len(sizes), max_size=len(sizes)))
+    batch = make_batch(lengths, group)
+    whole = gradient(batch, spec)
+    pieces = torch.full_like(whole, math.nan)
+    parts = []
+    for microbatch in sorted(set(owner)):
+        tokens, piece = part(batch, [7 * number for number, owned in enumerate(owner) if owned == microbatch])
+        pieces[tokens] = gradient(piece, spec)
+        parts.append(piece)
+    torch.testing.assert_close(pieces, whole, atol=1e-12, rtol=0)
+    together, alone = diagnose(concatenate(parts), spec), diagnose(batch, spec)
+    assert dataclasses.astuple(together) == pytest.approx(dataclasses.astuple(alone))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf, 1e30])
+def test_masked_tokens_contribute_exactly_nothing(spec, rubbish):
+    """Prompt tokens and padding may hold anything; an engine has no log-prob for them."""
+    clean = make_batch([2, 3, 1, 2], [0, 0, 1, 1])
+    dirty_at = torch.tensor([True, False] * 8)[: 2 * 8]
+    position = torch.arange(8)
+
+    def interleave(values, filler):
+        out = torch.full((16,), filler, dtype=values.dtype)
+        out[~dirty_at] = values.detach()
+        return out
+
+    for dirty in ("logprobs", "behavior_logprobs", "reference_logprobs"):
+        fillers = {dirty: rubbish}
+        batch = PolicyBatch(
+            logprobs=interleave(clean.logprobs, fillers.get("logprobs", -1.0)).requires_grad_(),
+            behavior_logprobs=interleave(clean.behavior_logprobs, fillers.get("behavior_logprobs", -1.0)),
+            reference_logprobs=interleave(clean.reference_logprobs, fillers.get("reference_logprobs", -1.0)),
+            proximal_logprobs=None,
+            loss_mask=~dirty_at,
+            sequence=clean.sequence[position].repeat_interleave(2),
+            rewards=clean.rewards,
+            group=clean.group,
+        )
+        found = gradient(batch, spec)
+        assert torch.equal(found[dirty_at], torch.zeros(8, dtype=torch.float64))
+        torch.testing.assert_close(found[~dirty_at], gradient(clean, spec), atol=1e-15, rtol=0)
+        assert torch.equal(token_losses(batch, spec)[dirty_at], torch.zeros(8, dtype=torch.float64))
+        assert importance_weights(batch, spec)[dirty_at].eq(0).all()
+        assert dataclasses.astuple(diagnose(batch, spec)) == pytest.approx(dataclasses.astuple(diagnose(clean, spec)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("spec", SPECS)
+def test_ratios_of_e_to_the_89_stay_finite(spec, dtype):
+    """Log-prob -2 against -91 overflows float32; the reference is 60 nats below, then above, the policy."""
+    for reference in (-62.0, -91.0, -0.5):
+        batch = PolicyBatch(
+            logprobs=torch.tensor([-2.0, -2.0, -62.0, -0.1], dtype=dtype, requires_grad=True),
+            behavior_logprobs=torch.tensor([-91.0, -91.0, -0.1, -0.1], dtype=dtype),
+            reference_logprobs=torch.tensor([reference, -2.0, -0.5, -0.1], dtype=dtype),
+            proximal_logprobs=None,
+            loss_mask=torch.ones(4, dtype=torch.bool),
+            sequence=torch.tensor([0, 0, 1, 1]),
+            rewards=torch.tensor([1.0, 0.0], dtype=dtype),
+            group=torch.tensor([0, 0]),
+        )
+        assert torch.isfinite(token_losses(batch, spec)).all()
+        assert torch.isfinite(gradient(batch, spec)).all()
+        assert torch.isfinite(importance_weights(batch, spec).square()).all()
+        assert all(math.isfinite(value) for value in dataclasses.astuple(diagnose(batch, spec)))
+
+
+def test_a_sequence_of_thousands_of_drifted_tokens_stays_finite():
+    batch = make_batch([4096, 4096], [0, 0], dtype=torch.float32)
+    batch = dataclasses.replace(batch, behavior_logprobs=batch.logprobs.detach() - 1.0)
+    for spec in SPECS:
+        assert torch.isfinite(gradient(batch, spec)).all()
+        found = diagnose(batch, spec)
+        assert found.ess_sequence == pytest.approx(1)
+        assert found.chi2 == pytest.approx(math.exp(2) - 1, rel=1e-5)
+
+
+def test_half_precision_is_computed_in_float32():
+    batch = make_batch([3, 2, 4], [0, 0, 0], dtype=torch.bfloat16)
+    wide = dataclasses.replace(
+        batch,
+        logprobs=batch.logprobs.detach().float().requires_grad_(),
+        behavior_logprobs=batch.behavior_logprobs.float(),
+        reference_logprobs=batch.reference_logprobs.float(),
+        rewards=batch.rewards.float(),
+    )
+    for spec in SPECS:
+        assert torch.equal(policy_loss(batch, spec, 10.0), policy_loss(wide, spec, 10.0))
+        assert torch.equal(gradient(batch, spec), gradient(wide, spec).bfloat16())
+
+
+def test_a_weight_never_passes_its_cap_and_carries_no_gradient():
+    batch = make_batch([3, 2, 4], [0, 0, 0])
+    batch = dataclasses.replace(batch, behavior_logprobs=batch.behavior_logprobs - 2.0)
+    for level in ("token", "sequence"):
+        weights = importance_weights(batch, ObjectiveSpec(beta=0, level=level, cap=1.25))
+        assert weights.max().item() == 1.25
+        assert not weights.requires_grad
+
+
+def test_kl_term_uses_current_not_recorded_logprobs():
+    batch = make_batch([3, 2], [0, 0])
+    spec = ObjectiveSpec(beta=0.5, correction="none")
+    other = dataclasses.replace(batch, behavior_logprobs=batch.behavior_logprobs - 3.0)
+    assert torch.equal(advantages(batch, spec), advantages(other, spec))
+
+
+def test_empty_response_counts_in_the_baseline():
+    batch = make_batch([2, 0, 3], [0, 0, 0])
+    batch = dataclasses.replace(batch, rewards=torch.tensor([0.0, 3.0, 0.0], dtype=torch.float64))
+    spec = ObjectiveSpec(beta=0, correction="none")
+    assert advantages(batch, spec).tolist() == [-1.5] * 5
+    torch.testing.assert_close(gradient(batch, spec, 1.0), torch.full((5,), 1.5, dtype=torch.float64))
+
+
+def test_batch_without_a_single_token_has_zero_loss():
+    batch = make_batch([0, 0], [0, 0])
+    for spec in SPECS:
+        assert policy_loss(batch, spec, 10.0).item() == 0
+        assert all(math.isfinite(value) for value in dataclasses.astuple(diagnose(batch, spec)))
+
+
+def test_groups_may_be_incomplete_and_a_group_of_one_teaches_nothing():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 5.0, 1.0, 0.0])
+    group = torch.tensor([4, 4, 4, 9, 2, 2])
+    assert leave_one_out(rewards, group).tolist() == [1.0, -0.5, -0.5, 0.0, 1.0, -1.0]
+    for spec in SPECS:
+        assert torch.equal(gradient(make_batch([3], [8]), spec), torch.zeros(3, dtype=torch.float64))
+
+
+def test_return_to_go_leaves_out_the_past_of_its_own_sequence_only():
+    batch = make_batch([2, 0, 3], [0, 0, 0])
+    penalty = 0.5 * (batch.logprobs.detach() - batch.reference_logprobs)
+    whole, to_go = (advantages(batch, ObjectiveSpec(beta=0.5, kl_return=kl_return)) for kl_return in ("whole", "to_go"))
+    past = torch.stack([0 * penalty[0], penalty[0], 0 * penalty[0], penalty[2], penalty[2] + penalty[3]])
+    torch.testing.assert_close(to_go - whole, past, atol=1e-12, rtol=0)
+
+
+def test_order_of_a_groups_sequences_does_not_matter():
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0])
+    group = torch.tensor([0, 1, 0, 1, 0])
+    shuffled = torch.tensor([4, 3, 2, 1, 0])
+    torch.testing.assert_close(
+        leave_one_out(rewards, group)[shuffled], leave_one_out(rewards[shuffled], group[shuffled])
+    )
+
+
+@given(reward=st.floats(-1e6, 1e6, width=32), size=st.integers(1, 17))
+def test_equal_rewards_give_no_rounding_noise(reward, size):
+    rewards = torch.full((size,), reward)
+    assert leave_one_out(rewards, torch.zeros(size, dtype=torch.int64)).eq(0).all()
+
+
+def test_zero_signal_is_judged_by_the_task_reward_alone():
+    batch = make_batch([2, 3, 2, 1], [0, 0, 1, 1])
+    batch = dataclasses.replace(batch, rewards=torch.tensor([0.1, 0.1, 0.0, 1.0], dtype=torch.float64))
+    spec = ObjectiveSpec(beta=0.5)
+    assert advantages(batch, spec)[0] != 0
+    assert diagnose(batch, spec).zero_signal_groups == 0.5
+
+
+def test_on_policy_weights_at_a_cap_of_one_are_not_called_truncated():
+    batch = make_batch([2, 3], [0, 0])
+    batch = dataclasses.replace(batch, behavior_logprobs=batch.logprobs.detach())
+    assert diagnose(batch, ObjectiveSpec(beta=0, cap=1.0)).truncated_weights == 0
+
+
+def test_reference_may_be_missing_only_without_a_kl_term():
+    batch = dataclasses.replace(make_batch([2, 3], [0, 0]), reference_logprobs=None)
+    assert torch.isfinite(policy_loss(batch, ObjectiveSpec(beta=0), 10.0))
+    assert math.isnan(diagnose(batch, ObjectiveSpec(beta=0)).kl_reference)
+    with pytest.raises(ValueError, match="reference_logprobs"):
+        policy_loss(batch, ObjectiveSpec(beta=0.1), 10.0)
+
+
+def test_bad_data_inside_the_mask_shows_in_the_loss():
+    batch = make_batch([2, 3], [0, 0])
+    batch = dataclasses.replace(batch, logprobs=torch.full((5,), math.nan, requires_grad=True))
+    assert not torch.isfinite(policy_loss(batch, ObjectiveSpec(beta=0.1), 10.0))
+
+
+def test_misshapen_input_is_refused():
+    batch = make_batch([2, 3], [0, 0])
+    with pytest.raises(ValueError, match="behavior_logprobs"):
+        dataclasses.replace(batch, behavior_logprobs=torch.zeros(4))
+    with pytest.raises(ValueError, match="loss_mask"):
+        dataclasses.replace(batch, loss_mask=torch.ones(5))
+    with pytest.raises(ValueError, match="group"):
+        dataclasses.replace(batch, group=torch.zeros(3))
+    with pytest.raises(ValueError, match="normalizer"):
+        policy_loss(batch, ObjectiveSpec(beta=0), 0.0)
+    with pytest.raises(ValueError, match="beta"):
+        ObjectiveSpec(beta=-1.0)
+    with pytest.raises(ValueError, match="cap"):
+        ObjectiveSpec(beta=0.0, cap=0.0)

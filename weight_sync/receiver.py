@@ -1,0 +1,95 @@
+"""The engine's end of weight sync: a weight-transfer engine that vLLM loads into its worker through its own factory.
+
+vLLM finds `register` through the `vllm.general_plugins` entry point, in every process of an engine. Weights flow from
+the publisher's shared memory into the model; checkpoint names are loaded layer by layer by vLLM itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from counterflow.errors import WeightSyncError
+from counterflow.weight_sync.layout import Layout
+from counterflow.weight_sync.publisher import checksum, map_slot
+
+BACKEND = "counterflow_shared_memory"
+
+
+@dataclass
+class SharedMemoryInit(WeightTransferInitInfo):
+    """Where the slots are, and how tensors lie in them."""
+
+    paths: list[str]
+    layout: dict[str, Any]
+
+
+@dataclass
+class SharedMemoryUpdate(WeightTransferUpdateInfo):
+    """Which slot holds which version."""
+
+    version: int
+    slot: int
+    checksum: int
+
+
+class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
+    """Loads a staged version out of shared memory."""
+
+    init_info_cls = SharedMemoryInit
+    update_info_cls = SharedMemoryUpdate
+
+    def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
+        """Map the publisher's slots."""
+        self._layout = Layout.from_dict(init_info.layout)
+        for path in init_info.paths:
+            if not Path(path).exists():
+                raise WeightSyncError(
+                    f"{path} is not on this host: shared memory reaches only actors on the learner's host"
+                )
+        self._slots = [map_slot(Path(path), self._layout.total_bytes) for path in init_info.paths]
+
+    def start_weight_update(self) -> None:
+        """Prepare vLLM's layerwise reload, which repacks weights where the backend keeps them packed."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
+        """Load every tensor of the staged version.
+
+        Raises:
+            WeightSyncError: the bytes in the slot are not those that were published.
+        """
+        buffer = self._slots[update_info.slot]
+        if (found := checksum(buffer, self._layout)) != update_info.checksum:
+            raise WeightSyncError(
+                f"version {update_info.version}: slot {update_info.slot} holds checksum {found:08x}, "
+                f"{update_info.checksum:08x} was published"
+            )
+        self.model.load_weights(self._layout.views(buffer))
+
+    def finish_weight_update(self) -> None:
+        """Complete the reload."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Let go of the slots."""
+        self._slots: list[torch.Tensor] = []
+
+
+def register() -> None:
+    """Make the receiver known to vLLM's factory. vLLM calls this once or more in each of its processes."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, SharedMemoryReceiver.__name__)
