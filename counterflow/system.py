@@ -23,7 +23,7 @@ from counterflow.buffer.connection import Address
 from counterflow.buffer.server import embedded_server
 from counterflow.buffer.store import read_ledger
 from counterflow.buffer.trajectory import Origin
-from counterflow.cluster import Bundle, Cluster, bundles, connect
+from counterflow.cluster import Cluster, bundles, connect
 from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
 from counterflow.errors import CounterflowError, DeadlineExceeded, RunFailed
@@ -130,9 +130,9 @@ class Run:
     def _spawn(self, cluster: Cluster, address: Address) -> None:
         places = bundles(self.config)
         common = (self.config, address, self.origin, self.started_at)
-        self.learner = cluster.spawn(Learner, places[0], 0, _environment(places[0]), *common, cluster.cores(0))
+        self.learner = cluster.spawn(Learner, places[0], 0, *common, cluster.cores(0))
         self.actors = [
-            cluster.spawn(RolloutActor, place, i + 1, _environment(place), i, *common, cluster.cores(i + 1))
+            cluster.spawn(RolloutActor, place, i + 1, i, *common, cluster.cores(i + 1))
             for i, place in enumerate(places[1:])
         ]
 
@@ -281,20 +281,6 @@ class Run:
 
     def _now(self) -> float:
         return time.time() - self.started_at
-
-
-def _environment(bundle: Bundle) -> dict[str, str]:
-    """The environment of a process of the run: threads as many as cores, nothing from a model hub, quiet."""
-    # On CPUs vLLM would compile two sampling kernels with g++ for 14 s, to no measurable gain.
-    without_compiler = {} if bundle.gpus else {"TORCH_COMPILE_DISABLE": "1"}
-    return without_compiler | {
-        "OMP_NUM_THREADS": str(bundle.cpus),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
 
 
 def _loader(actor: Any) -> Callable[[Any], Awaitable[int]]:

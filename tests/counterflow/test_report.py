@@ -115,8 +115,7 @@ def test_a_whole_run_has_every_picture_with_words_and_needs_nothing_else(tmp_pat
     assert "#01fe" not in text
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
-@pytest.mark.parametrize("status", ["interrupted", "failed"])
+@pytest.mark.parametrize(("steps", "status"), [(0, "failed"), (1, "interrupted"), (2, "failed")])
 def test_short_and_broken_runs_are_reported_with_the_reason(tmp_path: Path, steps: int, status: str) -> None:
     reason = "actor 1 died: <out of memory>"
     folder = make_run(tmp_path / "run", make_records(steps), status=status, reason=reason, ledger=None)
