@@ -23,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from counterflow.buffer.trajectory import Float32Array, Int32Array, VersionSpan
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import DeadlineExceeded, RunFailed, WeightSyncError
+from counterflow.errors import RunFailed, WeightSyncError
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import StagedVersion
 from counterflow.weight_sync.receiver import BACKEND
@@ -49,7 +49,6 @@ class Engine:
 
     def __init__(self, llm: AsyncLLM, config: RunConfig) -> None:
         self._llm = llm
-        self._timeout_s = config.weight_sync.timeout_s
         self._request_ids = itertools.count()
         self._open = asyncio.Event()
         self._open.set()
@@ -112,21 +111,17 @@ class Engine:
         """Serve a staged version from the next token on: pause keeping requests, load, drop caches, resume.
 
         Raises:
-            DeadlineExceeded: the update takes longer than `weight_sync.timeout_s`; the engine cannot be used further.
-            WeightSyncError: the version did not arrive whole.
+            WeightSyncError: the version did not arrive whole; the engine cannot be used further.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._open.clear()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._llm.pause_generation(mode="keep", clear_cache=True)
-                await self._llm.start_weight_update()
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=asdict(staged)))
-                await self._llm.finish_weight_update(str(staged.version))
-                await self._llm.resume_generation()
-        except TimeoutError as error:
-            raise DeadlineExceeded("the engine", f"policy version {staged.version} to load", self._timeout_s) from error
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=asdict(staged)))
+            await self._llm.finish_weight_update(str(staged.version))
+            await self._llm.resume_generation()
         except Exception as error:
             raise WeightSyncError(f"policy version {staged.version} was not loaded: {error}") from error
         self.version = staged.version

@@ -1,6 +1,7 @@
 """What runs inside a reward process: its bounds, and the scoring of one task's samples.
 
 Flows in: completions and their record. Flows out: a `Scored` a sample; exceptions never cross the pipe as objects.
+Beside the pipe, `current` says which sample is being scored, so that a hang or a death can be laid at its door.
 """
 
 from __future__ import annotations
@@ -12,23 +13,28 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from counterflow.configs.schema import RunConfig
 
-__all__ = ["OUT_OF_MEMORY", "Failure", "RewardFunction", "Scored", "describe", "score_all", "start_process"]
+__all__ = ["OUT_OF_MEMORY", "PATIENCE_S", "Failure", "RewardFunction", "Scored", "describe", "score", "start_process"]
 
 RewardFunction = Callable[[str, dict[str, Any]], float]
-Failure = Literal["raised", "timeout", "crashed", "not_finite"]
+Failure = Literal["raised", "timeout", "crashed", "not_finite", "not_started"]
 
 OUT_OF_MEMORY = 97
 """Exit code of a process whose reward met its memory bound."""
+PATIENCE_S = 0.1
+"""A task starts no further sample after this many seconds: what a hang makes it lose was cheap."""
 PR_SET_PDEATHSIG = 1
 
 reward: RewardFunction | str = "the reward process was not started"
 """This process's reward, or why it has none."""
+current: Any = None
+"""Shared with the actor: index of the sample being scored."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,12 @@ class Scored:
     message: str = ""
 
 
-def start_process(resolve: Callable[[RunConfig], RewardFunction], config: RunConfig, parent: int) -> None:
+def start_process(
+    resolve: Callable[[RunConfig], RewardFunction], config: RunConfig, parent: int, shared_index: Any
+) -> None:
     """Bound this process, then load its reward, so that a sample's deadline never pays for imports."""
-    global reward
+    global reward, current
+    current = shared_index
     # pebble's handler runs only between bytecodes: a reward stuck in C would survive SIGTERM for seconds.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -61,8 +70,16 @@ def start_process(resolve: Callable[[RunConfig], RewardFunction], config: RunCon
         reward = f"the reward cannot be loaded: {describe(error)}"
 
 
-def score_all(completions: list[str], record: dict[str, Any]) -> list[Scored]:
-    return [score_one(completion, copy.deepcopy(record)) for completion in completions]
+def score(completions: list[str], record: dict[str, Any]) -> list[Scored]:
+    """Score the first completion and as many of the others, in order, as begin within PATIENCE_S."""
+    scored: list[Scored] = []
+    began = time.monotonic()
+    for index, completion in enumerate(completions):
+        if index and time.monotonic() - began > PATIENCE_S:
+            break
+        current.value = index
+        scored.append(score_one(completion, copy.deepcopy(record)))
+    return scored
 
 
 def score_one(completion: str, record: dict[str, Any]) -> Scored:

@@ -10,37 +10,54 @@ import asyncio
 import difflib
 import importlib
 import logging
+import math
 import os
+import re
 import signal
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pebble import ProcessExpired, ProcessPool
 
 from counterflow.actors.reward_process import (
     OUT_OF_MEMORY,
+    PATIENCE_S,
+    Failure,
     RewardFunction,
     Scored,
     describe,
-    score_all,
+    score,
     start_process,
 )
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError, RunFailed
 
-__all__ = ["RewardFunction", "RewardPool", "exact", "math_verify", "resolve_reward"]
+__all__ = ["RewardFunction", "RewardPool", "exact", "last_number", "math_verify", "resolve_reward"]
 
 
 START_DEADLINE_S = 60.0
 CLOSED = "the reward pool is closed: no reward for this group"
+WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
+NUMBER_WORDS = {word: str(number) for number, word in enumerate(WORDS.split())} | {"once": "1", "twice": "2"}
+NONE = -1
+"""Index of the sample being scored before any is."""
 
 
 def exact(completion: str, record: dict[str, Any]) -> float:
     """1.0 where the response is the answer, but for blanks around either."""
     return float(completion.strip() == str(record["answer"]).strip())
+
+
+def last_number(completion: str, record: dict[str, Any]) -> float:
+    """1.0 where the response's last number, in digits or as a word up to twelve, is the answer; the rest is not read.
+
+    For models too small to keep to a format. Set `reward.name: counterflow.actors.rewards:last_number`.
+    """
+    found = re.findall(rf"\d+(?:[.,]\d+)*|\b(?:{'|'.join(NUMBER_WORDS)})\b", completion.lower())
+    return float(bool(found) and NUMBER_WORDS.get(found[-1], found[-1]) == str(record["answer"]).strip())
 
 
 def math_verify(completion: str, record: dict[str, Any]) -> float:
@@ -122,47 +139,52 @@ class RewardPool:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.failures: dict[str, int] = {"raised": 0, "timeout": 0, "crashed": 0, "not_finite": 0}
+        self.failures: dict[str, int] = dict.fromkeys(get_args(Failure), 0)
         self.last_error: str | None = None
-        self.timeout_s = config.reward.timeout_s
         self.closed = False
         self.workers = [Worker(config) for _ in range(config.reward.workers)]
         self.free: asyncio.Queue[Worker] = asyncio.Queue()
         for worker in self.workers:
             self.free.put_nowait(worker)
 
-    async def score(self, completions: list[str], record: dict[str, Any]) -> list[float | None]:
+    async def score(
+        self, completions: list[str], record: dict[str, Any], deadline_s: float | None = None
+    ) -> list[float | None]:
         """Rewards of one prompt's completions; None where a sample failed.
 
-        A group that passes the deadline or kills its process is scored again sample by sample, each with a deadline.
+        A process scores them one after the other. One that hangs or kills its process costs itself alone: the others
+        go on in a fresh process, where cheap ones before it may be scored once more.
+
+        Args:
+            deadline_s: start no sample later than this many seconds from now; those left fail as `not_started`.
+                Calls made together share the bound: all of them end within `deadline_s` and one `reward.timeout_s`.
 
         Raises:
             RunFailed: the pool is closed, or was closed meanwhile.
         """
-        if not completions:
-            return []
-        scored = await self.attempt(completions, record)
-        if scored is None or isinstance(scored, Scored):
-            singles = [scored] if len(completions) == 1 else await self.one_by_one(completions, record)
-        else:
-            singles = scored
-        for completion, sample in zip(completions, singles, strict=True):
+        until = math.inf if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+        scored: dict[int, Scored] = {}
+        while left := [index for index in range(len(completions)) if index not in scored]:
+            outcome = await self.attempt([completions[index] for index in left], record, until)
+            scored.update((left[position], sample) for position, sample in outcome.items())
+        for index, sample in scored.items():
             if sample.failure is not None:
                 self.failures[sample.failure] += 1
-                self.last_error = f"{sample.failure}: {sample.message} (response {completion[:80]!r})"
-        return [sample.reward for sample in singles]
+                self.last_error = f"{sample.failure}: {sample.message} (response {completions[index][:80]!r})"
+        return [scored[index].reward for index in range(len(completions))]
 
-    async def one_by_one(self, completions: list[str], record: dict[str, Any]) -> list[Scored]:
-        outcomes = await asyncio.gather(*(self.attempt([completion], record) for completion in completions))
-        return [outcome if isinstance(outcome, Scored) else outcome[0] for outcome in outcomes]
-
-    async def attempt(self, completions: list[str], record: dict[str, Any]) -> list[Scored] | Scored:
-        """One task for one worker: its samples' scores, or why there are none."""
-        worker = await self.free.get()
+    async def attempt(self, completions: list[str], record: dict[str, Any], until: float) -> dict[int, Scored]:
+        """One task for one worker: scores by position, at least one, of a prefix or of the sample that failed."""
+        try:
+            async with asyncio.timeout_at(None if until == math.inf else until):
+                worker = await self.free.get()
+        except TimeoutError:
+            late = Scored(None, "not_started", "its turn did not come before the deadline of all samples together")
+            return dict.fromkeys(range(len(completions)), late)
         try:
             if self.closed:
                 raise RunFailed(CLOSED)
-            outcome = await worker.run(completions, record, self.timeout_s)
+            outcome = await worker.run(completions, record)
             if self.closed:
                 raise RunFailed(CLOSED)
             return outcome
@@ -190,6 +212,8 @@ class Worker:
         self.config = config
         self.closed = False
         self.future: Any = None
+        self.context = get_context("spawn")
+        self.current = self.context.RawValue("i", NONE)
         self.start()
 
     def start(self) -> None:
@@ -198,8 +222,8 @@ class Worker:
         self.pool = ProcessPool(
             max_workers=1,
             initializer=start_process,
-            initargs=(resolve_reward, self.config, os.getpid()),
-            context=get_context("spawn"),
+            initargs=(resolve_reward, self.config, os.getpid(), self.current),
+            context=self.context,
         )
         # Threads and processes inherit the mask: Ctrl-C reaches no reward process, not even one that still imports.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -213,13 +237,25 @@ class Worker:
         if not self.closed:
             self.start()
 
-    async def run(self, completions: list[str], record: dict[str, Any], timeout_s: float) -> list[Scored] | Scored:
+    async def run(self, completions: list[str], record: dict[str, Any]) -> dict[int, Scored]:
+        """Scores by position: of a prefix, or why the sample under way, or before any began every one, has none."""
+        self.current.value = NONE
+        outcome = await self.outcome(completions, record)
+        if not isinstance(outcome, Scored):
+            return dict(enumerate(outcome))
+        position = self.current.value
+        return {position: outcome} if position != NONE else dict.fromkeys(range(len(completions)), outcome)
+
+    async def outcome(self, completions: list[str], record: dict[str, Any]) -> list[Scored] | Scored:
+        timeout_s = self.config.reward.timeout_s
+        # Whichever sample hangs began within PATIENCE_S, so each has its whole deadline.
+        deadline_s = timeout_s + PATIENCE_S
         try:
             if not self.pool.active:
                 await self.restart()
-            self.future = self.pool.schedule(score_all, args=(completions, record), timeout=timeout_s)
+            self.future = self.pool.schedule(score, args=(completions, record), timeout=deadline_s)
             # pebble counts its deadline from the task's start and does not bound the start itself.
-            async with asyncio.timeout(START_DEADLINE_S + timeout_s):
+            async with asyncio.timeout(START_DEADLINE_S + deadline_s):
                 scored: list[Scored] = await asyncio.wrap_future(self.future)
                 return scored
         except TimeoutError:

@@ -7,7 +7,6 @@ the buffer, finished groups flow out to it; the supervisor sends weights and eva
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from counterflow.actors.rewards import RewardPool
-from counterflow.actors.tasks import Prompt, load_task, prompt_index
+from counterflow.actors.tasks import Prompt, TaskSet, prompt_index
 from counterflow.buffer.admission import open_groups
 from counterflow.buffer.connection import Address
 from counterflow.buffer.store import Lease, Producer
@@ -42,11 +41,10 @@ _ADMISSION_POLL_S = 0.02
 class ActorState:
     """What an actor says of itself when asked."""
 
-    version: int
-    groups_done: int
-    groups_failed: int
     reward_failures: dict[str, int]
+    """Samples without a reward since the start, by reason."""
     last_error: str | None
+    """Why a group failed, if one did since it was last asked."""
     intervals: list[Interval]
     """What it did since it was last asked."""
 
@@ -56,6 +54,7 @@ class RolloutActor:
 
     Args:
         index: which actor of the run this is.
+        task: the prompts, training and held-out.
         cores: CPU cores to stay on, engine processes included; None leaves the choice to the system.
         started_at: Unix time of the run's start, the zero of all times reported.
     """
@@ -63,6 +62,7 @@ class RolloutActor:
     def __init__(
         self,
         index: int,
+        task: TaskSet,
         config: RunConfig,
         address: Address,
         origin: Origin,
@@ -74,8 +74,10 @@ class RolloutActor:
         self._config, self._origin, self._started_at = config, origin, started_at
         self._name = f"actor {index}"
         self._schema = origin.schema()
-        self._tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-        self._task = load_task(config, self._tokenizer)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+        )
+        self._task = task
         self._rewards = RewardPool(config)
         admission = config.admission
         self._producer = Producer(
@@ -89,17 +91,16 @@ class RolloutActor:
         self._loop_task: asyncio.Task[None] | None = None
         self._new_version = asyncio.Event()
         self._busy = BusyClock(self._name, started_at)
-        self._groups_done, self._groups_failed = 0, 0
+        self._groups_done = 0
         self._last_error: str | None = None
 
-    async def start(self, paths: Sequence[Path], layout: Layout) -> int:
-        """Start the engine and connect it to the staged weights; returns the process id."""
+    async def start(self, paths: Sequence[Path], layout: Layout) -> None:
+        """Start the engine and connect it to the staged weights."""
         # Here, not above: the supervisor names this class without loading vLLM.
         from counterflow.actors.engine import Engine
 
         self._engine = await Engine.start(self._config)
         await self._engine.connect_weights(paths, layout)
-        return os.getpid()
 
     async def begin(self) -> None:
         """Begin to generate groups, until `stop`."""
@@ -112,9 +113,9 @@ class RolloutActor:
         self._new_version.set()
         return self._ready.version
 
-    async def evaluate(self, first: int, stride: int, count: int) -> list[float | None]:
-        """Rewards of greedy responses to held-out prompts `first`, `first + stride`, ... below `count`."""
-        prompts = self._task.heldout[first:count:stride]
+    async def evaluate(self, first: int, stride: int) -> list[float | None]:
+        """Rewards of greedy responses to held-out prompts `first`, `first + stride`, ...; None where one failed."""
+        prompts = self._task.heldout[first : self._config.evaluation.prompts : stride]
         with self._busy.doing("evaluate"):
             completions = await asyncio.gather(*(self._ready.decode_greedily(p.token_ids) for p in prompts))
             texts = [self._decode(c) for c in completions]
@@ -127,14 +128,8 @@ class RolloutActor:
         """How the actor is doing. Raises what ended its loop, if something did."""
         if self._loop_task is not None and self._loop_task.done() and not self._loop_task.cancelled():
             self._loop_task.result()
-        return ActorState(
-            version=self._ready.version,
-            groups_done=self._groups_done,
-            groups_failed=self._groups_failed,
-            reward_failures=dict(self._rewards.failures),
-            last_error=self._last_error,
-            intervals=self._busy.drain(),
-        )
+        error, self._last_error = self._last_error, None
+        return ActorState(dict(self._rewards.failures), error, self._busy.drain())
 
     async def stop(self) -> None:
         """Stop generating and end the engine's and the reward pool's processes."""
@@ -201,10 +196,9 @@ class RolloutActor:
         except Exception as error:
             # One bad group must not end the actor: the lease goes back, the reason is kept and counted.
             self._last_error = f"group {lease.admission}, attempt {lease.attempt}: {type(error).__name__}: {error}"
-            self._groups_failed += 1
             await self._producer.fail(lease.admission, tokens)
             return
-        await self._producer.add(lease.admission, group.response_tokens, payload)
+        await self._producer.add(lease.admission, group.response_tokens, payload, lease.attempt)
         self._groups_done += 1
 
     def _prompt(self, admission: int) -> Prompt:

@@ -10,6 +10,7 @@ import difflib
 import functools
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,11 @@ def parse_line(raw: bytes, where: str) -> Any:
         raise ConfigError(
             f"{where}: not JSON ({error.msg} at column {error.colno}); each line must be one JSON object"
         ) from error
+    except ValueError as error:  # Python bounds the digits of an integer
+        digits = sys.get_int_max_str_digits()
+        raise ConfigError(f"{where}: holds an integer of more than {digits} digits; write it as text") from error
+    except RecursionError as error:
+        raise ConfigError(f"{where}: is nested too deeply; make it a flat object") from error
 
 
 def check_record(value: Any, where: str) -> dict[str, Any]:

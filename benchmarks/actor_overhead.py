@@ -1,6 +1,7 @@
 """What the rollout actor costs: tokens/s through actor, rewards and buffer over bare AsyncLLM on the same requests.
 
-Both use one engine in one Ray actor, in turn, several times over: the rival asks the engine and throws the answers away.
+Both use one engine in one Ray actor, in turn, several times over; the rival asks the engine and throws the answers
+away. Tokens are those really sampled: ours by the ledger, the rival's by its answers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from common import SMOLLM2_135M, TINY, Row, Shape, arguments, compare, publish, 
 from counterflow import preflight
 from counterflow.actors.rollout import RolloutActor
 from counterflow.buffer.server import embedded_server
+from counterflow.buffer.store import Lease, read_ledger
 from counterflow.cluster import bundles, connect
 from counterflow.configs.schema import RunConfig
 
@@ -29,32 +31,33 @@ class MeasuredActor(RolloutActor):
         """Start the engine and warm it up."""
         from counterflow.actors.engine import Engine
 
+        self._groups_ended, self._group_ended = 0, asyncio.Event()
         self._engine = await Engine.start(self._config)
         self._engine.version = -1
         await self._engine.sample(self._prompt(0).token_ids)
         await self.begin()
 
     async def through_the_actor(self) -> float:
-        """Tokens/s until the next batch of groups is on the stream."""
-        groups = self._config.admission.groups_per_step
-        start, done = time.monotonic(), self._groups_done
+        """Seconds until the next batch of groups is on the stream."""
+        start, target = time.monotonic(), self._groups_ended + self._config.admission.groups_per_step
         self._ready.version += 1
         self._new_version.set()
-        while self._groups_done < done + groups:
-            await asyncio.sleep(0.001)
-        return self._tokens() / (time.monotonic() - start)
+        while self._groups_ended < target:
+            self._group_ended.clear()
+            await self._group_ended.wait()
+        return time.monotonic() - start
 
     async def bare(self) -> float:
         """Tokens/s of the engine alone on as many groups, with as many in flight."""
+        from vllm.inputs.engine import tokens_input
+
         engine, config = self._ready, self._config
         room = asyncio.Semaphore(config.actors.groups_in_flight)
 
         async def ask(n: int) -> int:
             async with room:
                 async for output in engine._llm.generate(
-                    {"prompt_token_ids": list(self._prompt(n).token_ids)},
-                    engine._sampled,
-                    f"bare-{n}-{time.monotonic()}",
+                    tokens_input(list(self._prompt(n).token_ids)), engine._sampled, f"bare-{n}-{time.monotonic()}"
                 ):
                     final = output
                 return sum(len(completion.token_ids) for completion in final.outputs)
@@ -63,9 +66,10 @@ class MeasuredActor(RolloutActor):
         counts = await asyncio.gather(*(ask(n) for n in range(config.admission.groups_per_step)))
         return sum(counts) / (time.monotonic() - start)
 
-    def _tokens(self) -> int:
-        config = self._config
-        return config.admission.groups_per_step * config.admission.samples_per_group * config.sampling.max_tokens
+    async def _generate_group(self, lease: Lease) -> None:
+        await super()._generate_group(lease)
+        self._groups_ended += 1
+        self._group_ended.set()
 
 
 def measure(folder: Path, shape: Shape, dtype: str, groups: int, tokens: int) -> tuple[float, float]:
@@ -85,15 +89,17 @@ def measure(folder: Path, shape: Shape, dtype: str, groups: int, tokens: int) ->
             "evaluation": {"prompts": 1},
         }
     )
-    origin, _, _ = preflight.check(config)
+    origin, task, _ = preflight.check(config)
     with embedded_server(folder / "buffer", 10.0) as address, connect(config) as cluster:
         actor = cluster.spawn(
-            MeasuredActor, bundles(config)[1], 1, 0, config, address, origin, time.time(), cluster.cores(1)
+            MeasuredActor, bundles(config)[1], 1, 0, task, config, address, origin, time.time(), cluster.cores(1)
         )
         ray.get(actor.prepare.remote(), timeout=300)
         ours, rival = [], []
         for _ in range(ROUNDS):
-            ours.append(ray.get(actor.through_the_actor.remote(), timeout=600))
+            before = read_ledger(address, origin.run_id).tokens_generated
+            wall_s = ray.get(actor.through_the_actor.remote(), timeout=600)
+            ours.append((read_ledger(address, origin.run_id).tokens_generated - before) / wall_s)
             rival.append(ray.get(actor.bare.remote(), timeout=600))
         ray.get(actor.stop.remote(), timeout=30)
     return statistics.median(ours), statistics.median(rival)

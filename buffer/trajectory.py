@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -227,7 +228,7 @@ def _lists(arrays: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]) -
     return pa.ListArray.from_arrays(_offsets([len(a) for a in arrays]), pa.array(values))
 
 
-def _arrays(column: pa.ListArray) -> list[npt.NDArray[np.generic]]:
+def _arrays(column: pa.ListArray) -> list[npt.NDArray[Any]]:
     values = column.values
     if values.null_count or column.null_count:
         raise EntryError("a token list holds nulls")

@@ -183,6 +183,8 @@ def _secrets(raw: dict[Any, Any], source: Any) -> list[str]:
 
 def _problem(item: dict[str, Any], source: Any) -> str:
     key = ".".join(str(part) for part in item["loc"]).removesuffix(".[key]")
+    if not key and item["type"] == "value_error":
+        return _conflict(str(item["msg"]).removeprefix("Value error, "), source)
     where = source(key)
     if item["type"] == "extra_forbidden":
         return f"{where}: {key}: there is no such key{_advice(key)}"
@@ -193,6 +195,12 @@ def _problem(item: dict[str, Any], source: Any) -> str:
     if item["type"] == "value_error":
         return f"{where}: {key}: {message}"
     return f"{where}: {key}={_redacted(_text(item['input']))}: {message}"
+
+
+def _conflict(message: str, source: Any) -> str:
+    """Keys that are right by themselves and do not fit together: the message names them."""
+    sources = {source(key) for key in _known_keys() if "." in key and re.search(rf"\b{re.escape(key)}\b", message)}
+    return f"{'override' if 'override' in sources else source('')}: {message}"
 
 
 def _booleans_as_numbers(raw: Any, parsed: Any, source: Any, key: str = "") -> Iterator[str]:

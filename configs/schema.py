@@ -6,11 +6,13 @@ Unknown keys are refused. `counterflow.configs.load` reads YAML and overrides in
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -23,7 +25,7 @@ class RunSection(Section):
     """The run as a whole."""
 
     name: str = Field(
-        "run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; its folder is `folder`/`name`."
+        "run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="Name of the run; its folder is `folder`/`name`."
     )
     folder: Path = Field(Path("runs"), description="Where run folders are made.")
     steps: int = Field(100, ge=1, description="Optimizer steps to take.")
@@ -48,7 +50,9 @@ class ModelSection(Section):
     """The policy and its frozen reference."""
 
     path: Path = Field(Path(".cache/models/sums"), description="Folder with a Hugging Face model and its tokenizer.")
-    context_length: int = Field(2048, ge=2, description="Most tokens of prompt and response together.")
+    context_length: int = Field(
+        2048, ge=2, description="Most tokens of prompt and response together. Absent: fewer where the model has fewer."
+    )
     trust_remote_code: bool = Field(False, description="Let the model folder run code of its own.")
 
 
@@ -104,7 +108,7 @@ class SamplingSection(Section):
         0, ge=0, description="Most likely tokens kept; 0 keeps all. Above 0 the importance weights are biased."
     )
     max_tokens: int = Field(64, ge=1, description="Longest response, in tokens.")
-    stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
+    stop: list[Text] = Field(default_factory=list, description="Texts that end a response.")
 
 
 class AdmissionSection(Section):
@@ -202,7 +206,7 @@ class LearnerSection(Section):
     )
     lr: float = Field(1e-6, gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises linearly.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's moment decays.")
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this; `inf` does not clip.")
     microbatch_tokens: int = Field(
@@ -226,7 +230,7 @@ class EvaluationSection(Section):
 
     prompts: int = Field(512, ge=1, description="Held-out prompts.")
     every: int = Field(25, ge=0, description="Steps between evaluations; 0 evaluates before and after only.")
-    success: float = Field(1.0, description="Smallest reward that counts as a success.")
+    success: float = Field(1.0, allow_inf_nan=False, description="Smallest reward that counts as a success.")
 
 
 class MetricsSection(Section):
@@ -254,3 +258,22 @@ class RunConfig(Section):
     )
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection, description="The held-out set.")
     metrics: MetricsSection = Field(default_factory=MetricsSection, description="Prometheus metrics.")
+
+    @model_validator(mode="after")
+    def room_for_a_step(self) -> Self:
+        capacity, needed = self.buffer.capacity_groups, self.admission.groups_per_step
+        if capacity < needed:
+            raise ValueError(
+                f"buffer.capacity_groups={capacity} is below admission.groups_per_step={needed}, so that no step could "
+                f"ever be filled: raise the first to {needed} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def bounded_memory(self) -> Self:
+        if self.actors.kv_cache_bytes is None and self.actors.gpus == 0:
+            raise ValueError(
+                "actors.kv_cache_bytes=null lets vLLM take nearly all memory of the machine while actors.gpus=0: give "
+                "a number of bytes, such as 268435456"
+            )
+        return self

@@ -75,9 +75,6 @@ def main() -> None:
         _fail(error, 2)
     except CounterflowError as error:
         _fail(error, 1)
-    except KeyboardInterrupt:
-        sys.stderr.write("counterflow: interrupted\n")
-        sys.exit(130)
 
 
 def _fail(error: CounterflowError, code: int) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from counterflow import processes
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import PlacementError, UnavailableError
+from counterflow.errors import CounterflowError, DeadlineExceeded, PlacementError, RunFailed, UnavailableError
 
 _OBJECT_STORE_BYTES = 128 << 20
 
@@ -42,6 +43,7 @@ def process_environment(cpus: int, gpus: int) -> dict[str, str]:
     # On CPUs vLLM would compile two sampling kernels with g++ for 14 s, to no measurable gain.
     without_compiler = {} if gpus else {"TORCH_COMPILE_DISABLE": "1"}
     return without_compiler | {
+        processes.WATCH_PARENT_VARIABLE: "1",
         "OMP_NUM_THREADS": str(cpus),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -68,14 +70,16 @@ def check_room(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> None:
     """
     free = list(nodes)
     for index, bundle in enumerate(wanted):
-        fit = next((i for i, n in enumerate(free) if n.cpus >= bundle.cpus and n.gpus >= bundle.gpus), None)
-        if fit is None:
+        fits = [i for i, n in enumerate(free) if n.cpus >= bundle.cpus and n.gpus >= bundle.gpus]
+        if not fits:
             cpus, gpus = sum(n.cpus for n in nodes), sum(n.gpus for n in nodes)
             placed = ", ".join(map(str, wanted[:index])) or "nothing"
             raise PlacementError(
                 f"no room for bundle {index}, {bundle}: there are {cpus:g} CPUs and {gpus:g} GPUs on {len(nodes)} "
                 f"node(s), taken by {placed}; lower actors.count, actors.cpus or learner.cpus, or add nodes"
             )
+        # What needs no GPU goes where there are fewest.
+        fit = min(fits, key=lambda i: free[i].gpus)
         free[fit] = Node(free[fit].cpus - bundle.cpus, free[fit].gpus - bundle.gpus)
 
 
@@ -124,26 +128,68 @@ def connect(config: RunConfig) -> Iterator[Cluster]:
     import ray
 
     before = processes.descendants()
+    where = "a new one here" if local else f"run.ray_address {config.run.ray_address!r}"
     started_here = {"num_cpus": len(cores), "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
-        ray.init(
-            address=config.run.ray_address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **(started_here if local else {}),
-        )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UnavailableError(f"run.ray_address {config.run.ray_address!r}: no Ray cluster there ({error})") from error
-    try:
+        try:
+            ray.init(
+                address=config.run.ray_address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **(started_here if local else {}),
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UnavailableError(f"no Ray cluster at {where}: {error}") from error
         group = _reserve(wanted, config.run.placement_timeout_s)
         shares = processes.share_cores([b.cpus for b in wanted], cores) if local and config.run.pin_cores else None
         yield Cluster(group, shares)
         ray.util.remove_placement_group(group)
     finally:
-        ours = processes.descendants() - before
-        ray.shutdown()
-        # Ray ends its own processes; what those had started (engines, reward workers) may outlive them.
-        processes.end(ours, grace_s=1.0)
+        with processes.interrupts_blocked():
+            ours = processes.descendants() - before
+            ray.shutdown()
+            # Ray ends its own processes; what those had started (engines, reward workers) may outlive them.
+            processes.end(ours, grace_s=1.0)
+
+
+async def call(answer: Awaitable[Any], reason: str, timeout_s: float) -> Any:
+    """Await a Ray call under a deadline, with the callee's own error where it raised one of ours.
+
+    Raises:
+        DeadlineExceeded: no answer in time.
+        RunFailed: the process died, or raised an error that is not ours.
+    """
+    import ray
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, CounterflowError):
+            raise cause from error
+        raise RunFailed(f"while waiting for {reason}: {type(cause).__name__}: {cause}") from error
+    except ray.exceptions.RayError as error:
+        raise RunFailed(f"while waiting for {reason}: its process died ({_last_line(error)})") from error
+    except TimeoutError as error:
+        raise DeadlineExceeded("the supervisor", reason, timeout_s) from error
+
+
+def as_failure(group: BaseExceptionGroup[Any]) -> CounterflowError:
+    """The first error of a group, as one that says that the run failed."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, CounterflowError) and not isinstance(error, UnavailableError):
+        return error
+    failure = RunFailed(str(error) if isinstance(error, CounterflowError) else f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 def _reserve(wanted: Sequence[Bundle], timeout_s: float) -> Any:

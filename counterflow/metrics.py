@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -84,6 +84,10 @@ class Metrics:
         """Take over where every group is."""
         self._collector.observe_ledger(ledger)
 
+    def observe_reward_failures(self, failures: Mapping[str, int]) -> None:
+        """Take over how many samples got no reward so far, by reason."""
+        self._collector.observe_reward_failures(failures)
+
     def close(self) -> None:
         """Stop serving and give the port back."""
         self._server.shutdown()
@@ -99,6 +103,7 @@ class _RunCollector(Collector):
         self._step: StepRecord | None = None
         self._evaluation: EvaluationRecord | None = None
         self._ledger: Ledger | None = None
+        self._reward_failures: dict[str, int] = {}
 
     def observe_step(self, record: StepRecord) -> None:
         with self._lock:
@@ -120,6 +125,10 @@ class _RunCollector(Collector):
         with self._lock:
             self._ledger = ledger
 
+    def observe_reward_failures(self, failures: Mapping[str, int]) -> None:
+        with self._lock:
+            self._reward_failures = dict(failures)
+
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             yield from list(self._families())
@@ -135,6 +144,12 @@ class _RunCollector(Collector):
             yield from _evaluation_gauges(self._evaluation)
         if self._ledger is not None:
             yield from _ledger_gauges(self._ledger)
+        failures = CounterMetricFamily(
+            "counterflow_reward_failures", "Samples without a reward, evaluations included.", labels=["reason"]
+        )
+        for reason, count in self._reward_failures.items():
+            failures.add_metric([reason], count)
+        yield failures
 
 
 def _counters(totals: _Totals) -> Iterator[Metric]:

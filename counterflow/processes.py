@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+WATCH_PARENT_VARIABLE = "COUNTERFLOW_WATCH_PARENT"
 
 
 def usable_cores() -> list[int]:
@@ -36,6 +41,48 @@ def pin(cores: Sequence[int]) -> None:
     for thread in threads.iterdir():
         with suppress(ProcessLookupError):  # A thread may end while we walk.
             os.sched_setaffinity(int(thread.name), cores)
+
+
+@contextmanager
+def terminate_like_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP act as Ctrl-C does, so that one way of ending serves all. Only in the main thread."""
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """SIGINT waits until the end of the context, and children started inside never see it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def watch_parent() -> None:
+    """End this process soon after its parent ends, where `COUNTERFLOW_WATCH_PARENT` is set.
+
+    vLLM calls this in each of its processes, as a general plugin: an engine must not outlive its actor.
+    """
+    if not os.environ.get(WATCH_PARENT_VARIABLE) or any(t.name == WATCH_PARENT_VARIABLE for t in threading.enumerate()):
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name=WATCH_PARENT_VARIABLE, daemon=True).start()
 
 
 def descendants() -> set[psutil.Process]:

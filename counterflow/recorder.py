@@ -142,6 +142,7 @@ def summarize(
     max_lag: float | None,
     seed: int | None,
     reason: str | None = None,
+    reward_failures: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """The run in a few numbers, ready for JSON: what cannot be known is null, an unbounded max_lag is "inf".
 
@@ -153,6 +154,7 @@ def summarize(
         max_lag: the configured bound.
         seed: the configured seed.
         reason: why the run was interrupted or failed.
+        reward_failures: samples without a reward, evaluations included, by reason.
     """
     steps, evaluations = records.steps, records.evaluations
     last = steps[-1] if steps else None
@@ -175,6 +177,7 @@ def summarize(
         "overlap": overlap_share(records.intervals, span),
         "max_lag": "inf" if max_lag == math.inf else max_lag,
         "seed": seed,
+        "reward_failures": reward_failures or {},
     }
 
 

@@ -1,125 +1,113 @@
 """A run, built and supervised: the server, Ray, the actors and the learner, from the first check to the report.
 
-The supervisor owns every deadline. It drives the learner step by step, has each version delivered to the actors, and
-watches the actors; trajectories flow past it, through the buffer.
+The supervisor drives the learner step by step, has each version delivered to the actors, and watches them all;
+trajectories flow past it, through the buffer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import signal
-import time
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from counterflow import preflight
 from counterflow.actors.rollout import ActorState, RolloutActor
 from counterflow.actors.tasks import TaskSet
 from counterflow.buffer.connection import Address
 from counterflow.buffer.server import embedded_server
-from counterflow.buffer.store import read_ledger
+from counterflow.buffer.store import forget, read_ledger
 from counterflow.buffer.trajectory import Origin
-from counterflow.cluster import Cluster, bundles, connect
+from counterflow.cluster import Cluster, as_failure, bundles, call, connect
 from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
-from counterflow.errors import CounterflowError, DeadlineExceeded, RunFailed
+from counterflow.errors import RunFailed
 from counterflow.learner.learner import Learner, StepResult
 from counterflow.metrics import Metrics
-from counterflow.recorder import Recorder, summarize, wilson, write_summary
-from counterflow.records import EvaluationRecord, Ledger
-from counterflow.weight_sync.delivery import Delivery
-from counterflow.weight_sync.publisher import slot_paths
-
-T = TypeVar("T")
+from counterflow.processes import terminate_like_interrupt
+from counterflow.recorder import Status, wilson
+from counterflow.records import EvaluationRecord, Interval, Ledger
+from counterflow.telemetry import Telemetry
+from counterflow.weight_sync.delivery import Delivery, Load
+from counterflow.weight_sync.publisher import StagedVersion, slot_paths
 
 _WATCH_S = 1.0
-_STATE_TIMEOUT_S = 60.0
+_ANSWER_TIMEOUT_S = 60.0
 _FAREWELL_S = 1.0
+_HOPELESS_STEPS = 10
+"""Batches' worth of groups that may be dropped in a row before the run gives up."""
 
 
 def run(config: RunConfig) -> Path:
     """Run to the end; returns the report's path.
 
     Raises:
-        ConfigError, UnavailableError: nothing was started.
-        RunFailed: the run died; its folder says what it did until then.
+        ConfigError, UnavailableError: before anything of the run was made.
+        RunFailed, DeadlineExceeded, WeightSyncError: the run died; its folder says what it did until then.
         KeyboardInterrupt: interrupted; all processes have ended and the run folder is readable.
     """
+    config = preflight.resolve(config)
     origin, task, warnings = preflight.check(config)
-    with ExitStack() as outermost:
+    with ExitStack() as stack:
+        stack.enter_context(terminate_like_interrupt())
         metrics = Metrics(config.metrics, max_lag=config.admission.max_lag)
-        outermost.callback(metrics.close)
-        folder = preflight.make_run_folder(config)
-        return Run(config, origin, task, folder, metrics).main(warnings)
-
-
-class Run:
-    """One run: its processes, its records, and how it ended."""
-
-    def __init__(self, config: RunConfig, origin: Origin, task: TaskSet, folder: Path, metrics: Metrics) -> None:
-        self.config, self.origin, self.task, self.folder, self.metrics = config, origin, task, folder, metrics
-        self.recorder = Recorder(folder)
-        self.started_at = time.time()
-        self.display = Display(config.run.steps)
-        self.ledger: Ledger | None = None
-        self.reward_failures: dict[str, int] = {}
-        self._evaluating: asyncio.Task[None] | None = None
-
-    def main(self, warnings: list[str]) -> Path:
-        """Run, and leave summary and report whatever happens."""
-        from counterflow.report.render import write_report
-
-        status, reason = "failed", None
+        stack.callback(metrics.close)
+        display = stack.enter_context(Display(config.run.steps))
+        display.note(f"starting Ray; metrics at {metrics.url}")
+        telemetry: Telemetry | None = None
+        status: Status = "failed"
+        reason: str | None = None
         try:
-            with self.display:
-                self.display.note(f"run {self.config.run.name} in {self.folder}, metrics at {self.metrics.url}")
+            with connect(config) as cluster, terminate_like_interrupt():
+                folder = preflight.make_run_folder(config)
+                telemetry = Telemetry(config, folder, metrics, display)
                 for warning in warnings:
-                    self.display.note(f"warning: {warning}")
-                asyncio.run(self._supervise())
+                    telemetry.note(f"warning: {warning}")
+                asyncio.run(Run(config, origin, task, folder, telemetry).supervise(cluster))
             status = "completed"
         except KeyboardInterrupt:
-            status, reason = "interrupted", "stopped by the user"
+            reason = "stopped by the user"
+            status = "interrupted"
             raise
-        except CounterflowError as error:
+        except Exception as error:
             reason = str(error)
             raise
         finally:
-            self.recorder.flush()
-            summary = summarize(
-                self.recorder.records,
-                status=status,  # type: ignore[arg-type]
-                ledger=self.ledger,
-                wall_s=time.time() - self.started_at,
-                max_lag=self.config.admission.max_lag,
-                seed=self.config.run.seed,
-                reason=reason,
-            )
-            write_summary(self.folder, summary)
-            report = write_report(self.folder)
-        return report
+            if telemetry is not None:
+                report = telemetry.finish(status, reason)
+    return report
 
-    async def _supervise(self) -> None:
-        supervisor = asyncio.current_task()
-        assert supervisor is not None
+
+class Run:
+    """One run: its processes and its records."""
+
+    def __init__(self, config: RunConfig, origin: Origin, task: TaskSet, folder: Path, telemetry: Telemetry) -> None:
+        self.config, self.origin, self.task, self.folder = config, origin, task, folder
+        self.telemetry = telemetry
+        self.delivery: Delivery | None = None
+        self._evaluating: asyncio.Task[None] | None = None
+        self._steps_seen, self._dropped_by_last_step = 0, 0
+
+    async def supervise(self, cluster: Cluster) -> None:
+        """Build the run on the cluster, train, and say good-bye to every process.
+
+        Raises:
+            RunFailed, DeadlineExceeded, WeightSyncError: something died or hung.
+            ConfigError: the model cannot be loaded.
+        """
+        self.telemetry.note(f"run {self.config.run.name} in {self.folder}")
+        self.telemetry.event("run_started", run_id=self.origin.run_id)
         with ExitStack() as stack:
             for path in slot_paths(self.origin.run_id):
                 stack.callback(path.unlink, missing_ok=True)
             address = self._buffer(stack)
-            self.display.note("starting Ray")
-            cluster = stack.enter_context(connect(self.config))
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, supervisor.cancel)
             self._spawn(cluster, address)
             try:
                 await self._live(address)
-            except* CounterflowError as group:
-                raise _first(group) from None
+            except* Exception as group:
+                raise as_failure(group) from None
             finally:
-                self.ledger = self._last_ledger(address)
-                await self._farewell()
+                await self._farewell(address)
 
     def _buffer(self, stack: ExitStack) -> Address:
         buffer = self.config.buffer
@@ -129,73 +117,74 @@ class Run:
 
     def _spawn(self, cluster: Cluster, address: Address) -> None:
         places = bundles(self.config)
-        common = (self.config, address, self.origin, self.started_at)
+        common = (self.config, address, self.origin, self.telemetry.started_at)
         self.learner = cluster.spawn(Learner, places[0], 0, *common, cluster.cores(0))
         self.actors = [
-            cluster.spawn(RolloutActor, place, i + 1, i, *common, cluster.cores(i + 1))
+            cluster.spawn(RolloutActor, place, i + 1, i, self.task, *common, cluster.cores(i + 1))
             for i, place in enumerate(places[1:])
         ]
 
     async def _live(self, address: Address) -> None:
         """Start, then train under watch until the last step is taken."""
-        await self._start()
-        async with asyncio.TaskGroup() as group:
-            watch = group.create_task(self._watch(address))
-            await self._train()
+        self.delivery = await self._start()
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._watch(address, self.delivery))
+            await self._train(self.delivery, tasks)
             watch.cancel()
         await self._observe_actors()
 
-    async def _start(self) -> None:
-        self.display.note(f"starting the learner and {len(self.actors)} actor(s): vLLM takes a while")
+    async def _start(self) -> Delivery:
+        self.telemetry.note(f"starting the learner and {len(self.actors)} actor(s): vLLM takes a while")
         timeout_s = self.config.run.start_timeout_s
-        paths, layout = await _call(self.learner.weight_slots.remote(), "the learner to load its model", timeout_s)
+        paths, layout = await call(self.learner.weight_slots.remote(), "the learner to load its model", timeout_s)
         await asyncio.gather(
             *(
-                _call(actor.start.remote(paths, layout), f"actor {i} to start its engine", timeout_s)
+                call(actor.start.remote(paths, layout), f"actor {i} to start its engine", timeout_s)
                 for i, actor in enumerate(self.actors)
             )
         )
-        self.delivery = Delivery(
-            stage=lambda slot: _call(self.learner.stage.remote(slot), "the learner to stage its weights", timeout_s),
-            loads=[_loader(actor) for actor in self.actors],
-            timeout_s=self.config.weight_sync.timeout_s,
+        # Everyone has them mapped: without a name they cannot outlive the run, however it ends.
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return Delivery(
+            self._stage, [self._load_on(i) for i in range(len(self.actors))], self.config.weight_sync.timeout_s
         )
 
-    async def _train(self) -> None:
+    async def _train(self, delivery: Delivery, tasks: asyncio.TaskGroup) -> None:
         """The run itself: evaluate, then step, publish and now and then evaluate, then evaluate again."""
         run, every = self.config.run, self.config.evaluation.every
-        await self._evaluate(0)
-        await asyncio.gather(*(actor.begin.remote() for actor in self.actors))
+        await self._evaluate(0, delivery)
+        for i, actor in enumerate(self.actors):
+            await call(actor.begin.remote(), f"actor {i} to begin", _ANSWER_TIMEOUT_S)
         for step in range(1, run.steps + 1):
-            result: StepResult = await _call(
-                self.learner.step.remote(), f"step {step} of the learner", run.step_timeout_s + _STATE_TIMEOUT_S
+            result: StepResult = await call(
+                self.learner.step.remote(), f"step {step} of the learner", run.step_timeout_s + _ANSWER_TIMEOUT_S
             )
-            await self.delivery.publish()
-            self._record(result)
+            await delivery.publish()
+            self.telemetry.step(result.record, served=delivery.served, skipped=delivery.skipped)
+            self.telemetry.intervals(result.intervals)
             if every and step % every == 0 and step < run.steps:
-                await self._evaluate_beside(step)
+                await self._evaluate_beside(step, delivery, tasks)
         if self._evaluating is not None:
             await self._evaluating
-        await self._evaluate(run.steps)
-        await _call(self.learner.save.remote(self.folder / "model"), "the learner to save", run.step_timeout_s)
-        self._copy_tokenizer()
+        await delivery.arrived()
+        await self._evaluate(run.steps, delivery)
+        await call(self.learner.save.remote(self.folder / "model"), "the learner to save", run.step_timeout_s)
 
-    async def _evaluate_beside(self, step: int) -> None:
+    async def _evaluate_beside(self, step: int, delivery: Delivery, tasks: asyncio.TaskGroup) -> None:
         """Evaluate while training goes on; an evaluation that is still running is waited for first."""
         if self._evaluating is not None:
             await self._evaluating
-        self._evaluating = asyncio.create_task(self._evaluate(step))
+        self._evaluating = tasks.create_task(self._evaluate(step, delivery))
 
-    async def _evaluate(self, step: int) -> None:
+    async def _evaluate(self, step: int, delivery: Delivery) -> None:
         """Greedy accuracy on the held-out set at one policy version: no other version arrives meanwhile."""
-        await self.delivery.arrived()
-        async with self.delivery.hold:
-            began, version = self._now(), self.delivery.served
-            count = min(self.config.evaluation.prompts, len(self.task.heldout))
+        async with delivery.hold:
+            began, version = self.telemetry.now(), delivery.served
             scores = await asyncio.gather(
                 *(
-                    _call(
-                        actor.evaluate.remote(i, len(self.actors), count),
+                    call(
+                        actor.evaluate.remote(i, len(self.actors)),
                         f"the evaluation of version {version} on actor {i}",
                         self.config.run.step_timeout_s,
                     )
@@ -208,112 +197,75 @@ class Run:
         record = EvaluationRecord(
             step=step,
             policy_version=version,
-            time_s=self._now(),
+            time_s=self.telemetry.now(),
             successes=successes,
             n=len(flat),
             low=low,
             high=high,
-            duration_s=self._now() - began,
+            duration_s=self.telemetry.now() - began,
         )
-        self.recorder.add_evaluation(record)
-        self.metrics.observe_evaluation(record)
-        self.display.note(
-            f"held-out at version {version}: {successes}/{len(flat)} = {record.rate:.3f} [{low:.3f}, {high:.3f}]"
-        )
+        self.telemetry.evaluation(record, failed=sum(score is None for score in flat))
 
-    def _record(self, result: StepResult) -> None:
-        steps = self.recorder.records.steps
-        before = steps[-1] if steps else None
-        elapsed = result.record.time_s - (before.time_s if before else 0.0)
-        generated = result.record.tokens_generated - (before.tokens_generated if before else 0)
-        record = replace(
-            result.record,
-            actors_tokens_per_s=generated / elapsed if elapsed > 0 else 0.0,
-            publish_debt=result.record.policy_version - self.delivery.served,
+    async def _stage(self, slot: int) -> StagedVersion:
+        began = self.telemetry.now()
+        staged: StagedVersion = await call(
+            self.learner.stage.remote(slot), "the learner to stage its weights", _ANSWER_TIMEOUT_S
         )
-        self.recorder.add_step(record)
-        self.recorder.add_intervals(result.intervals)
-        self.metrics.observe_step(record)
-        evaluations = self.recorder.records.evaluations
-        self.display.step(record, evaluation=evaluations[-1] if evaluations else None)
+        self.telemetry.intervals([Interval("learner", "stage", began, self.telemetry.now())])
+        return staged
 
-    async def _watch(self, address: Address) -> None:
-        """Ask every actor how it is, again and again; the first that cannot answer ends the run."""
+    def _load_on(self, index: int) -> Load:
+        async def load(staged: StagedVersion) -> int:
+            reason = f"policy version {staged.version} to arrive at actor {index}"
+            version: int = await call(
+                self.actors[index].update_weights.remote(staged), reason, self.config.weight_sync.timeout_s
+            )
+            self.telemetry.event("version_served", policy_version=version, actor=index)
+            return version
+
+        return load
+
+    async def _watch(self, address: Address, delivery: Delivery) -> None:
+        """See again and again that all goes well; what does not ends the run, with its reason."""
         while True:
             await asyncio.sleep(_WATCH_S)
+            delivery.raise_failure()
             await self._observe_actors()
-            self.ledger = await asyncio.to_thread(read_ledger, address, self.origin.run_id)
-            self.metrics.observe_ledger(self.ledger)
-            self.recorder.flush()
+            ledger = await asyncio.to_thread(read_ledger, address, self.origin.run_id)
+            self.telemetry.ledger(ledger)
+            self._give_up_if_hopeless(ledger)
+            self.telemetry.flush()
+
+    def _give_up_if_hopeless(self, ledger: Ledger) -> None:
+        dropped = sum(ledger.dropped.values()) - self._dropped_by_last_step
+        if self.telemetry.steps != self._steps_seen:
+            self._steps_seen = self.telemetry.steps
+            self._dropped_by_last_step = sum(ledger.dropped.values())
+        elif dropped > _HOPELESS_STEPS * self.config.admission.groups_per_step:
+            raise RunFailed(
+                f"{dropped} groups were dropped since the last step: {self.telemetry.last_error or 'see the ledger'}"
+            )
 
     async def _observe_actors(self) -> None:
         states: list[ActorState] = await asyncio.gather(
             *(
-                _call(actor.state.remote(), f"actor {i} to say how it is", _STATE_TIMEOUT_S)
+                call(actor.state.remote(), f"actor {i} to say how it is", _ANSWER_TIMEOUT_S)
                 for i, actor in enumerate(self.actors)
             )
         )
-        for index, state in enumerate(states):
-            self.recorder.add_intervals(state.intervals)
-            if state.last_error is not None:
-                self.display.note(f"actor {index}: {state.last_error}")
+        self.telemetry.actors(states)
 
-    def _last_ledger(self, address: Address) -> Ledger | None:
-        with suppress(Exception):
-            return read_ledger(address, self.origin.run_id)
-        return self.ledger
-
-    async def _farewell(self) -> None:
-        """Give every process a second to end by itself. Ray and the process list see to the rest."""
+    async def _farewell(self, address: Address) -> None:
+        """Give every process a second to end by itself, and read the ledger a last time. Ray sees to the rest."""
         import ray
 
+        if self.delivery is not None:
+            await self.delivery.close()
         goodbyes = [self.learner.close.remote(), *(actor.stop.remote() for actor in self.actors)]
         with suppress(Exception):
             await asyncio.to_thread(ray.wait, goodbyes, num_returns=len(goodbyes), timeout=_FAREWELL_S)
-
-    def _copy_tokenizer(self) -> None:
-        for path in self.config.model.path.iterdir():
-            if (
-                path.suffix in {".json", ".jinja", ".model", ".txt"}
-                and not (self.folder / "model" / path.name).exists()
-            ):
-                shutil.copy(path, self.folder / "model")
-
-    def _now(self) -> float:
-        return time.time() - self.started_at
-
-
-def _loader(actor: Any) -> Callable[[Any], Awaitable[int]]:
-    async def load(staged: Any) -> int:
-        return await actor.update_weights.remote(staged)  # type: ignore[no-any-return]
-
-    return load
-
-
-async def _call(answer: Awaitable[Any], reason: str, timeout_s: float) -> Any:
-    """Await a Ray call under a deadline, with the callee's own error where it raised one of ours.
-
-    Raises:
-        DeadlineExceeded: no answer in time.
-        RunFailed: the process died, or raised an error that is not ours.
-    """
-    import ray
-
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await answer
-    except TimeoutError as error:
-        raise DeadlineExceeded("the supervisor", reason, timeout_s) from error
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, CounterflowError):
-            raise error.cause from error
-        raise RunFailed(f"while waiting for {reason}: {error.cause!r}") from error
-    except ray.exceptions.RayError as error:
-        raise RunFailed(f"while waiting for {reason}: a process died: {str(error).strip()}") from error
-
-
-def _first(group: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        with suppress(Exception):
+            self.telemetry.ledger(read_ledger(replace(address, timeout_s=1.0), self.origin.run_id))
+        if self.config.buffer.url:
+            with suppress(Exception):
+                forget(replace(address, timeout_s=1.0), self.origin.run_id)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from transformers import AutoTokenizer
 
 from counterflow.buffer.connection import Address
 from counterflow.buffer.store import Consumer, Entry
@@ -62,7 +64,7 @@ class Learner:
             model, reference, config.sampling.temperature, getattr(torch, config.learner.dtype), device
         )
         self._device = device
-        self._pad_token_id = model.config.pad_token_id or 0  # type: ignore[union-attr]
+        self._pad_token_id = int(model.config.pad_token_id or 0)  # type: ignore[union-attr, arg-type]
         learner = config.learner
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
@@ -96,7 +98,7 @@ class Learner:
 
         Raises:
             DeadlineExceeded: the batch is not complete within `run.step_timeout_s`.
-            RunFailed: the gradient is not finite.
+            RunFailed: the gradient is not finite, or a token is staler than `admission.max_lag` allows.
         """
         waiting = self._now()
         entries = self._consumer.take(self._config.admission.groups_per_step, self._config.run.step_timeout_s)
@@ -121,8 +123,12 @@ class Learner:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the current policy as a Hugging Face folder."""
-        self._policy.save(folder)
+        """Write the current policy, with its tokenizer, as a Hugging Face folder."""
+        model = self._config.model
+        self._policy.model.save_pretrained(folder)  # type: ignore[operator]
+        AutoTokenizer.from_pretrained(
+            model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
+        ).save_pretrained(folder)
 
     def close(self) -> None:
         """Remove the staged weights and leave the buffer."""
@@ -134,6 +140,7 @@ class Learner:
 
     def _train(self, entries: Sequence[Entry]) -> StepRecord:
         groups = [entry.group for entry in entries]
+        lags = self._lags(groups)
         batches = microbatches(groups, self._config.learner.microbatch_tokens, self._pad_token_id)
         sequences = sum(len(batch.rewards) for batch in batches)
         normalizer = max(sequences, 1) * self._length_constant
@@ -146,15 +153,15 @@ class Learner:
             loss = policy_loss(policy_batch, self._spec, normalizer)
             loss.backward()  # type: ignore[no-untyped-call]
             done.append(policy_batch)
-            loss_sum += loss.item()
-            entropy_sum += entropies.sum().item()
-        learning_rate = self._schedule.get_last_lr()[0]
+            loss_sum += float(loss)
+            entropy_sum += float(entropies.sum())
+        learning_rate = float(self._schedule.get_last_lr()[0])
         norm = torch.nn.utils.clip_grad_norm_(self._policy.model.parameters(), self._config.learner.max_grad_norm)
         if not torch.isfinite(norm):
             raise RunFailed(f"the gradient of step {self._consumer.version + 1} is not finite: lower learner.lr")
         self._optimizer.step()
         self._schedule.step()
-        return self._record(groups, concatenate(done), loss_sum, entropy_sum, norm.item(), learning_rate)
+        return self._record(groups, lags, concatenate(done), loss_sum, entropy_sum, float(norm), learning_rate)
 
     def _policy_batch(self, batch: Microbatch, logprobs: torch.Tensor) -> PolicyBatch:
         reference = self._policy.reference_logprobs(batch)
@@ -169,12 +176,27 @@ class Learner:
             group=batch.group.to(self._device),
         )
 
+    def _lags(self, groups: Sequence[Group]) -> npt.NDArray[np.int64]:
+        version, max_lag = self._consumer.version, self._config.admission.max_lag
+        spans = [span for group in groups for t in scored(group) for span in t.version_spans]
+        lags = token_lags(spans, version)
+        if lags.max(initial=0) > max_lag:
+            raise RunFailed(f"step {version + 1} got a token of lag {lags.max()}, admission.max_lag is {max_lag:g}")
+        return lags
+
     def _record(
-        self, groups: Sequence[Group], batch: PolicyBatch, loss: float, entropy: float, norm: float, rate: float
+        self,
+        groups: Sequence[Group],
+        lags: npt.NDArray[np.int64],
+        batch: PolicyBatch,
+        loss: float,
+        entropy: float,
+        norm: float,
+        rate: float,
     ) -> StepRecord:
         trained = [t for group in groups for t in scored(group)]
-        lags = np.concatenate([token_lags(t.version_spans, self._consumer.version) for t in trained])
         tokens = len(lags)
+        lags = lags if tokens else np.zeros(1, np.int64)
         measured = diagnose(batch, self._spec)
         return StepRecord(
             step=0,
@@ -188,7 +210,7 @@ class Learner:
             lag_p50=float(np.percentile(lags, 50)),
             lag_p95=float(np.percentile(lags, 95)),
             lag_max=int(lags.max()),
-            lag_histogram=np.bincount(lags).tolist(),
+            lag_histogram=np.bincount(lags).tolist() if tokens else [],
             kl_reference=measured.kl_reference,
             kl_behavior_k1=measured.kl_behavior_k1,
             kl_behavior_k3=measured.kl_behavior_k3,
@@ -196,7 +218,7 @@ class Learner:
             ess_sequence=measured.ess_sequence,
             chi2=measured.chi2,
             truncated_weights=measured.truncated_weights,
-            entropy=entropy / tokens,
+            entropy=entropy / max(tokens, 1),
             grad_norm=norm,
             learning_rate=rate,
             loss=loss,

@@ -14,7 +14,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 def token_logprobs(
-    hidden: Tensor, head: torch.nn.Module, targets: Tensor, temperature: float, chunk_tokens: int | None = None
+    hidden: Tensor, head: torch.nn.Linear, targets: Tensor, temperature: float, chunk_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Natural log-probs of `targets` and entropies (detached), both float32 [tokens].
 
@@ -25,7 +25,7 @@ def token_logprobs(
         temperature: divides the logits, as in sampling.
         chunk_tokens: tokens computed at once; by default so many that a chunk has 16 Mi logits.
     """
-    vocabulary = int(getattr(head, "out_features", 0)) or int(head.weight.shape[0])  # type: ignore[union-attr, index]
+    vocabulary = head.weight.shape[0]
     size = chunk_tokens or max(_CHUNK_ELEMENTS // vocabulary, 1)
     pieces = [
         _chunk(hidden[at : at + size], head, targets[at : at + size], temperature)
@@ -40,7 +40,7 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk(hidden: Tensor, head: torch.nn.Module, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _chunk(hidden: Tensor, head: torch.nn.Linear, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)
     with torch.no_grad():
         entropies = -(logprobs.exp() * logprobs).sum(-1)

@@ -5,8 +5,6 @@ Hugging Face folders flow in and out; the objective sees only log-probs.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -62,10 +60,6 @@ class Policy:
     def reference_logprobs(self, batch: Microbatch) -> Tensor | None:
         """Log-probs under the frozen reference, float32 [tokens]; None where there is no reference."""
         return None if self.reference is None else self._forward(self.reference, batch)[0]
-
-    def save(self, folder: Path) -> None:
-        """Write the current policy as a Hugging Face folder."""
-        self.model.save_pretrained(folder)  # type: ignore[operator]
 
     def _forward(self, model: torch.nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
         with torch.autocast(self._device.type, self._precision, enabled=self._precision != torch.float32):

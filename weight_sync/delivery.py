@@ -44,7 +44,7 @@ class Delivery:
         Raises:
             WeightSyncError, DeadlineExceeded: an earlier version did not arrive.
         """
-        self._raise_failure()
+        self.raise_failure()
         overtaken, self._pending = self._pending, None
         self.skipped += overtaken is not None
         busy = self._on_its_way.slot if self._on_its_way else None
@@ -57,7 +57,7 @@ class Delivery:
         """Return when nothing is on its way any more."""
         while self._task is not None and not self._task.done():
             await asyncio.shield(self._task)
-        self._raise_failure()
+        self.raise_failure()
 
     async def close(self) -> None:
         """Stop sending."""
@@ -66,7 +66,8 @@ class Delivery:
             with suppress(asyncio.CancelledError, Exception):
                 await self._task
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raise what kept a version from arriving, if something did."""
         if self._task is not None and self._task.done() and not self._task.cancelled():
             self._task.result()
 

@@ -6,6 +6,7 @@ memory (/dev/shm) and belong to the publisher, which removes them.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import zlib
 from collections.abc import Iterable
@@ -53,7 +54,7 @@ class SharedMemoryPublisher:
         self.paths = slot_paths(run_id)
         try:
             for path in self.paths:
-                path.touch(mode=0o600)
+                _reserve(path, layout.total_bytes)
             self._buffers = [map_slot(path, layout.total_bytes) for path in self.paths]
         except (OSError, RuntimeError) as error:
             self.close()
@@ -76,6 +77,16 @@ class SharedMemoryPublisher:
             path.unlink(missing_ok=True)
 
 
+def _reserve(path: Path, size: int) -> None:
+    """Make a file of `size` bytes that are really there: writing past a full memory disk would kill the process."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+    finally:
+        os.close(descriptor)
+
+
 def map_slot(path: Path, size: int) -> torch.Tensor:
     """The bytes of a slot as a uint8 tensor, shared with every process that maps it."""
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
@@ -83,4 +94,4 @@ def map_slot(path: Path, size: int) -> torch.Tensor:
 
 def checksum(buffer: torch.Tensor, layout: Layout) -> int:
     """CRC-32 of the bytes that the layout covers."""
-    return zlib.crc32(memoryview(buffer.numpy())[: layout.total_bytes])
+    return zlib.crc32(buffer[: layout.total_bytes].numpy().data)

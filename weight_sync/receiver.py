@@ -56,7 +56,7 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
                 raise WeightSyncError(
                     f"{path} is not on this host: shared memory reaches only actors on the learner's host"
                 )
-        self._slots = [map_slot(Path(path), self._layout.total_bytes) for path in init_info.paths]
+        self._slots: list[torch.Tensor] = [map_slot(Path(path), self._layout.total_bytes) for path in init_info.paths]
 
     def start_weight_update(self) -> None:
         """Prepare vLLM's layerwise reload, which repacks weights where the backend keeps them packed."""
@@ -86,7 +86,7 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
 
     def shutdown(self) -> None:
         """Let go of the slots."""
-        self._slots: list[torch.Tensor] = []
+        self._slots = []
 
 
 def register() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from counterflow.actors.rewards import RewardPool, exact, math_verify, resolve_reward
+from counterflow.actors.rewards import RewardPool, exact, last_number, math_verify, resolve_reward
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError, RunFailed
 
@@ -25,6 +25,8 @@ import ctypes, os, signal, sys, time
 leak = []
 
 def reward(completion, record):
+    if completion == "slow":
+        time.sleep(0.6)
     if completion == "raise":
         raise ValueError("first line\\nsecond line")
     if completion == "exit":
@@ -105,7 +107,7 @@ def score(pool: RewardPool, *completions: str) -> list[float | None]:
 )
 def test_a_misdeed_costs_only_its_sample(pool: RewardPool, misdeed: str, reason: str) -> None:
     assert score(pool, "good", misdeed, "good") == [1.0, None, 1.0]
-    assert pool.failures == {"raised": 0, "timeout": 0, "crashed": 0, "not_finite": 0, reason: 1}
+    assert {name: count for name, count in pool.failures.items() if count} == {reason: 1}
     assert pool.last_error is not None
     assert pool.last_error.startswith(f"{reason}: ")
     assert repr(misdeed) in pool.last_error
@@ -128,6 +130,37 @@ def test_a_queue_of_hanging_samples_does_not_eat_the_deadline_of_the_next(pool: 
         return await asyncio.gather(*(pool.score(group, record) for group in groups))
 
     assert asyncio.run(all_groups()) == [[None], [None], [None], [1.0, 1.0]]
+
+
+def test_a_hanging_sample_costs_its_group_one_deadline(pool: RewardPool) -> None:
+    assert score(pool, "good") == [1.0]
+    started = time.monotonic()
+    assert score(pool, *["good"] * 5, "hang", "good", "slow") == [1.0] * 5 + [None, 1.0, 1.0]
+    assert time.monotonic() - started < 5  # one deadline, the slow one, a fresh process; nine deadlines are 9 s
+
+
+def test_several_misdeeds_in_a_group_cost_a_sample_each(pool: RewardPool) -> None:
+    assert score(pool, "hang", "good", "die", "raise", "slow", "eat") == [None, 1.0, None, None, 1.0, None]
+    assert pool.failures == {"raised": 1, "timeout": 1, "crashed": 2, "not_finite": 0, "not_started": 0}
+
+
+def test_samples_slower_together_than_one_deadline_all_get_their_reward(pool: RewardPool) -> None:
+    assert score(pool, *["slow"] * 8) == [1.0] * 8
+    assert sum(pool.failures.values()) == 0
+
+
+def test_an_evaluation_whose_reward_never_returns_ends_by_its_deadline(pool: RewardPool) -> None:
+    async def evaluate() -> list[list[float | None]]:
+        calls = (pool.score([text], {"answer": "7"}, deadline_s=2.5) for text in ["good"] + ["hang"] * 511)
+        return await asyncio.gather(*calls)
+
+    assert score(pool, "good") == [1.0]
+    started = time.monotonic()
+    assert asyncio.run(evaluate()) == [[1.0]] + [[None]] * 511
+    assert time.monotonic() - started < 2.5 + 1.0 + 4.0
+    assert pool.failures["timeout"] + pool.failures["not_started"] == 511
+    assert 0 < pool.failures["timeout"] < 8
+    assert score(pool, "good") == [1.0]
 
 
 def test_a_process_killed_between_two_groups_is_replaced(pool: RewardPool) -> None:
@@ -233,6 +266,23 @@ def test_reward_processes_end_with_their_actor_and_print_nothing_of_their_own(
 )
 def test_exact_forgives_blanks_and_nothing_else(completion: str, answer: str, reward: float) -> None:
     assert exact(completion, {"answer": answer}) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ('The letter "e" appears 2 times.', 1.0),
+        ("It appears Twice", 1.0),
+        ("not 3 but two", 1.0),
+        ("2, or rather 3", 0.0),
+        ("1.2", 0.0),
+        ("12", 0.0),
+        ("often", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_last_number_reads_the_last_number_whole_and_nothing_else(completion: str, reward: float) -> None:
+    assert last_number(completion, {"answer": "2"}) == reward
 
 
 @pytest.mark.parametrize(

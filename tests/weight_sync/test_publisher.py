@@ -7,7 +7,7 @@ import torch
 
 from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.layout import Layout, lay_out, named_weights
-from counterflow.weight_sync.publisher import SharedMemoryPublisher, checksum, map_slot
+from counterflow.weight_sync.publisher import SharedMemoryPublisher, checksum, map_slot, slot_paths
 
 
 @pytest.fixture
@@ -34,6 +34,12 @@ def test_receiver_maps_other_bytes_than_were_staged(model: torch.nn.Module, dtyp
     finally:
         publisher.close()
     assert not any(path.exists() for path in publisher.paths)
+
+
+def test_memory_disk_without_room_kills_the_learner() -> None:
+    with pytest.raises(WeightSyncError, match="no room for 2 x"):
+        SharedMemoryPublisher("test-room", Layout((), total_bytes=1 << 50))
+    assert not any(path.exists() for path in slot_paths("test-room"))
 
 
 def test_tied_weights_travel_twice() -> None:

@@ -1,0 +1,68 @@
+"""kill -9 of one process of a run: the run says which died, ends with exit code 1, and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest_runs import family, shared_memory, start, wait_for, write_inputs
+
+
+def vanish(processes: list[psutil.Process], within_s: float) -> list[psutil.Process]:
+    """Those still alive after a while, resource trackers that end by themselves included."""
+    return psutil.wait_procs(processes, timeout=within_s)[1]
+
+
+@pytest.mark.parametrize(
+    ("victim", "words"),
+    [
+        ("RolloutActor", "actor 0"),
+        pytest.param("VLLM::EngineCore", "engine", marks=pytest.mark.slow),
+        pytest.param("Learner", "learner", marks=pytest.mark.slow),
+        pytest.param("valkey-server", "buffer", marks=pytest.mark.slow),
+    ],
+)
+def test_death_of_a_process_hangs_the_run(tiny_model: Path, tmp_path: Path, victim: str, words: str) -> None:
+    process = start(tmp_path, write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4), "run.steps=5000")
+    wait_for(process, r"^step (?!1/)")
+    children = family(process)
+    (target,) = [child for child in children if victim in " ".join(child.cmdline())]
+    target.kill()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    (said,) = [line for line in output.splitlines() if line.startswith("counterflow: error: ")]
+    assert words in said
+    assert vanish(children, within_s=10) == []
+    assert shared_memory() == set()
+    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed" and summary["reason"] in said and summary["steps"] > 0
+
+
+@pytest.mark.slow
+def test_death_of_the_supervisor_leaves_processes_behind(tiny_model: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4), "run.steps=5000")
+    wait_for(process, r"^step (?!1/)")
+    children = family(process)
+    process.kill()
+    process.communicate(timeout=30)
+    # Ray's own agents take a while to notice.
+    assert vanish(children, within_s=180) == []
+    assert shared_memory() == set()
+
+
+@pytest.mark.slow
+def test_termination_is_no_interrupt(tiny_model: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4), "run.steps=5000")
+    wait_for(process, r"^step (?!1/)")
+    children = family(process)
+    os.kill(process.pid, signal.SIGTERM)
+    start_s = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert time.monotonic() - start_s < 60 and vanish(children, within_s=10) == []
+    assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["status"] == "interrupted"
