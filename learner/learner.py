@@ -21,7 +21,8 @@ from counterflow.errors import RunFailed
 from counterflow.learner.batch import Microbatch, microbatches, scored
 from counterflow.learner.objective.diagnostics import diagnose
 from counterflow.learner.objective.loss import policy_loss
-from counterflow.learner.objective.types import ObjectiveSpec, PolicyBatch, concatenate
+from counterflow.learner.objective.spec import ObjectiveSpec
+from counterflow.learner.objective.types import PolicyBatch, concatenate
 from counterflow.learner.policy import Policy, load_model
 from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
