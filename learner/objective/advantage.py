@@ -58,7 +58,8 @@ def group_mean(rewards: Tensor, group: Tensor) -> Tensor:
     """
     _, index, size = torch.unique(group, return_inverse=True, return_counts=True)
     above = _above_lowest(rewards, index, size.shape[0])
-    return above - sum_segments(above, index, size.shape[0])[index] / size[index]
+    mean: Tensor = sum_segments(above, index, size.shape[0])[index] / size[index]
+    return above - mean
 
 
 def group_std(rewards: Tensor, group: Tensor) -> Tensor:
@@ -70,7 +71,8 @@ def group_std(rewards: Tensor, group: Tensor) -> Tensor:
     _, index, size = torch.unique(group, return_inverse=True, return_counts=True)
     centred = group_mean(rewards, group)
     variance = sum_segments(centred.square(), index, size.shape[0]) / (size - 1).clamp(min=1)
-    return centred / (variance.sqrt()[index] + _SMALLEST_DEVIATION)
+    deviation: Tensor = variance.sqrt()[index] + _SMALLEST_DEVIATION
+    return centred / deviation
 
 
 def advantages(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
@@ -119,7 +121,7 @@ def weighted_charge(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
     w_n = min(W_<=n, C), whatever `kl_return` is: each token's KL is weighted by the chance of reaching it, so the
     mean is exact with less variance than W; its baseline is taken with w_t. A KL of the state s_n has W_<n and n > t.
     """
-    if spec.reward_weight in ("none", "importance"):
+    if spec.reward_weight == "none" or spec.reward_weight == "importance":
         charge = charged(batch, spec)
     elif spec.reward_weight == "per_decision":
         of_state = spec.estimator == "rao_blackwell"

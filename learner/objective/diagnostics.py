@@ -15,7 +15,7 @@ from .importance import correct
 from .kl import k1, k3, largest_exponent
 from .ratios import effective_sample_share, log_ratios, log_weights, sequence_log_ratios
 from .segments import at_least_float32
-from .spec import ObjectiveSpec
+from .spec import Level, ObjectiveSpec
 from .types import Diagnostics, PolicyBatch
 
 LARGEST_EXPONENT = 700.0
@@ -36,8 +36,8 @@ def bounded_exponents(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
     bounded = torch.zeros_like(batch.loss_mask)
     if spec.correction != "none":
         bounded |= log_ratios(batch) > bound
-    levels = {spec.level} if spec.correction in ("importance", "truncated", "masked") else set()
-    if spec.kl_in_reward and spec.reward_weight not in ("importance", "none"):
+    levels: set[Level] = {spec.level} if spec.correction in ("importance", "truncated", "masked") else set()
+    if spec.kl_in_reward and spec.reward_weight != "importance" and spec.reward_weight != "none":
         levels.add("prefix" if spec.reward_weight == "per_decision" else spec.reward_weight)
     if spec.kl_in_loss and spec.loss_weight != "none":
         levels.add(spec.loss_weight)

@@ -74,7 +74,7 @@ def topr(log_sequence_weight: Tensor, advantage: Tensor, cap: float) -> Weights:
 
 
 def second_moment_masked(log_ratio: Tensor, group: Tensor, mask: Tensor, limit: float) -> Weights:
-    """rho, with the tokens of largest log^2 rho masked until their group's mean of it is at most `limit`: float [tokens].
+    """rho, the tokens of largest log^2 rho masked until their group's mean of it is at most `limit`: float [tokens].
 
     M2PO (2510.01161) takes the mean over the batch; here it is over a group, which no split of a batch divides.
     `group` is int64 [tokens], `mask` bool [tokens].

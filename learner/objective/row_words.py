@@ -36,7 +36,7 @@ _WITHOUT_FORM = {
 _WHY = {
     "off_1": "Samples of mu weighted by W stand for samples of pi, for every token and its whole future.",
     "off_2": "Each token's KL is weighted by the chance of reaching it, which is all that its mean needs.",
-    "off_3": "rho_t corrects the token but neither the state before it nor the future after it; the error grows with lag.",
+    "off_3": "rho_t corrects the token, not the state before it nor the future after it; the error grows with lag.",
     "off_4": "Tokens of mu are counted as if pi had drawn them; the error grows with lag.",
     "off_5": "It measures how far mu, not pi, is from ref, and so pushes pi away from mu.",
     "off_6": "Cutting large weights shrinks the term; less so as the cap grows, with more variance.",
@@ -100,7 +100,7 @@ def reason(spec: ObjectiveSpec, row: str, combination: Mapping[str, float] | Non
     if spec.reduction != "constant":
         return f"The reduction {spec.reduction} divides by a length that depends on what was sampled."
     if row in _WHY:
-        cut = spec.kl_in_loss and spec.loss_weight != "none" or spec.reward_weight != "importance"
+        cut = (spec.kl_in_loss and spec.loss_weight != "none") or spec.reward_weight != "importance"
         return _WHY[row] + (
             " The cap biases it." if combination is None and cut and not math.isinf(spec.kl_cap) else ""
         )

@@ -25,7 +25,7 @@ class Row:
     """A choice of the KL term, named for what it is."""
 
     row: str
-    """`off_1` to `off_18_k3` or `on_k1_reward` and so on, as in the catalogue; `none` without a KL term; else `unlisted`."""
+    """Its name in the catalogue, `off_1` to `on_k3_both`; `none` without a KL term; `unlisted` where it has no name."""
     what: str
     """What is computed, in words."""
     expected: str
@@ -72,7 +72,7 @@ def classify(spec: ObjectiveSpec, on_policy: bool = False) -> Row:
 
 
 def correction_weighting(spec: ObjectiveSpec) -> tuple[str, bool]:
-    """Which ratio the correction weights an advantage by (`none`, `token`, ..., or a name of its own), and if it cuts."""
+    """Which ratio the correction weights by (`none`, `token`, ..., or a name of its own), and whether it cuts it."""
     if spec.correction in ("none", "topr", "vtrace"):
         return spec.correction, False
     if spec.correction in ("ppo", "cispo", "m2po", "sequence_mask", "decoupled_ppo"):
@@ -131,9 +131,9 @@ def refusal(row: Row) -> str | None:
     if not row.biased:
         return None
     return (
-        f"strict_kl refuses row {row.row} ({row.what}): its expected gradient is {row.expected}, not grad KL(pi || ref). "
-        f"{row.why} Use estimator k1, placement reward and reward_weight per_decision with kl.cap inf, reduction "
-        "constant; or set strict_kl to false."
+        f"strict_kl refuses row {row.row} ({row.what}): its expected gradient is {row.expected}, "
+        f"not grad KL(pi || ref). {row.why} Use estimator k1, placement reward, reward_weight per_decision, kl.cap inf "
+        "and reduction constant; or set strict_kl to false."
     )
 
 

@@ -9,7 +9,7 @@ import math
 
 
 def linear_beta(step: int, start: float, end: float, steps: int) -> float:
-    """beta after `step` optimizer steps: from `start` at 0 along a line to `end` at `steps`, and `end` from there on."""
+    """beta after `step` optimizer steps: from `start` at 0 along a line to `end` at `steps`, and `end` after that."""
     share = min(max(step / steps, 0.0), 1.0)
     return start + (end - start) * share
 

@@ -104,7 +104,7 @@ class Tables:
         )
 
     def fields(self) -> dict[str, Tensor]:
-        """The named vector fields at pi, each float64 [contexts, V]: G, R_pi, R_mu, F_pi, F_mu, S_pi, K_mu_pi, K_pi_mu."""
+        """The named vector fields at pi: G, R_pi, R_mu, F_pi, F_mu, S_pi, K_mu_pi, K_pi_mu, float64 [contexts, V]."""
 
         def gradient(value: Callable[[Tensor], Tensor]) -> Tensor:
             theta = self.pi.detach().clone().requires_grad_()
