@@ -82,3 +82,18 @@ def diagnose(batch: PolicyBatch, spec: ObjectiveSpec) -> Diagnostics:
         ]
     )
     return Diagnostics(*measured.tolist())
+
+
+def remarks(measured: Diagnostics) -> list[str]:
+    """What a person should know of a step whose numbers hide it: one sentence each, none for most steps."""
+    found = []
+    if measured.bounded_exponents:
+        found.append(
+            f"{measured.bounded_exponents:.0f} tokens had a ratio too large for their precision, which was clamped: "
+            "pi is far from mu or from the reference there"
+        )
+    if measured.lone_sequences:
+        found.append(f"{measured.lone_sequences:.0%} of responses are alone in their group and teach nothing")
+    if measured.zero_signal_groups == 1:
+        found.append("every group has equal task rewards: only the KL term teaches")
+    return found
