@@ -7,6 +7,7 @@ to the gradient of the step, whatever the split.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,17 +27,28 @@ def token_losses(batch: PolicyBatch, spec: ObjectiveSpec, advantage: Tensor | No
     `advantage` (float [tokens]) replaces that of the spec: an outer baseline, or none. An infinite or NaN log-prob
     inside the mask gives a loss that is not finite: it is bad data, and it shows.
     """
+    batch = _widened(batch)
     if advantage is None:
         advantage = advantages(batch, spec)
     scale = -importance_weights(batch, spec, advantage) * advantage.detach()
     if spec.kl_in_reward and spec.reward_weight != "importance":
         scale = scale + weighted_charge(batch, spec)
-    losses = scale * torch.where(batch.loss_mask, at_least_float32(batch.logprobs), 0.0)
+    losses = scale * torch.where(batch.loss_mask, batch.logprobs, 0.0)
     if spec.kl_in_loss:
         losses = losses + spec.beta * kl_in_loss(batch, spec)
     if spec.reduction == "sequence_mean":
         losses = losses / sequence_tokens(batch).clamp(min=1)[batch.sequence]
     return losses
+
+
+def _widened(batch: PolicyBatch) -> PolicyBatch:
+    """One cast for all uses, so that the gradients of the terms add up before they are rounded to half precision."""
+    divergence = batch.reference_divergence
+    return replace(
+        batch,
+        logprobs=at_least_float32(batch.logprobs),
+        reference_divergence=None if divergence is None else at_least_float32(divergence),
+    )
 
 
 def kl_in_loss(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:

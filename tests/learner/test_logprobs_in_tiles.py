@@ -1,4 +1,4 @@
-"""Log-probs, entropies and full-vocabulary KL made tile by tile: the plain formula's values and gradients, no matrix."""
+"""Log-probs, entropies and full-vocabulary KL made tile by tile: the plain formula's, without its matrix."""
 
 from __future__ import annotations
 
