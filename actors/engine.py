@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -74,7 +74,6 @@ class Engine:
     @classmethod
     async def start(cls, config: RunConfig) -> Engine:
         """Load the model as policy version 0 and start the engine's processes."""
-        logging.getLogger("vllm").setLevel(logging.WARNING)
         arguments = AsyncEngineArgs(
             model=str(config.model.path),
             dtype=config.actors.dtype,
@@ -142,7 +141,7 @@ class Engine:
         final = None
         try:
             async for output in self._llm.generate(
-                {"prompt_token_ids": list(prompt_token_ids)}, parameters, f"r{next(self._request_ids)}"
+                tokens_input(list(prompt_token_ids)), parameters, f"r{next(self._request_ids)}"
             ):
                 final = output
         except EngineDeadError as error:

@@ -22,7 +22,9 @@ class Section(BaseModel):
 class RunSection(Section):
     """The run as a whole."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; its folder is `folder`/`name`.")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; its folder is `folder`/`name`."
+    )
     folder: Path = Field(Path("runs"), description="Where run folders are made.")
     steps: int = Field(100, ge=1, description="Optimizer steps to take.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the prompt order, of sampling and of the learner.")
@@ -33,8 +35,12 @@ class RunSection(Section):
     placement_timeout_s: PositiveSeconds = Field(
         30.0, description="Longest wait, in seconds, for Ray to place the actors and the learner."
     )
-    start_timeout_s: PositiveSeconds = Field(300.0, description="Longest wait, in seconds, for an engine or the learner to start.")
-    step_timeout_s: PositiveSeconds = Field(600.0, description="Longest wait, in seconds, for one step or one evaluation.")
+    start_timeout_s: PositiveSeconds = Field(
+        300.0, description="Longest wait, in seconds, for an engine or the learner to start."
+    )
+    step_timeout_s: PositiveSeconds = Field(
+        600.0, description="Longest wait, in seconds, for one step or one evaluation."
+    )
     pin_cores: bool = Field(True, description="On a local CPU run, give each actor and the learner cores of their own.")
 
 
@@ -50,11 +56,13 @@ class TaskSection(Section):
     """Where prompts and answers come from."""
 
     kind: Literal["jsonl", "reasoning_gym"] = Field(
-        "jsonl", description="`jsonl`: a file with `prompt` and `answer` a line. `reasoning_gym`: a task of that library."
+        "jsonl",
+        description="`jsonl`: a file with `prompt` and `answer` a line. `reasoning_gym`: a task of that library.",
     )
     path: Path | None = Field(None, description="`jsonl`: the training file.")
     heldout_path: Path | None = Field(
-        None, description="`jsonl`: the held-out file. Absent: `evaluation.prompts` lines are held out of `path`, by `run.seed`."
+        None,
+        description="`jsonl`: the held-out file. Absent: `evaluation.prompts` lines of `path`, chosen by `run.seed`.",
     )
     name: str | None = Field(None, description="`reasoning_gym`: the task's name, as `letter_counting`.")
     parameters: dict[str, Any] = Field(default_factory=dict, description="`reasoning_gym`: the task's own parameters.")
@@ -64,7 +72,8 @@ class TaskSection(Section):
     )
     system_prompt: str | None = Field(None, description="System message put before every chat prompt.")
     overlong: Literal["refuse", "drop"] = Field(
-        "refuse", description="A prompt that leaves no room for a response: refuse to start, or drop it and say how many."
+        "refuse",
+        description="A prompt that leaves no room for a response: refuse to start, or drop it and say how many.",
     )
 
 
@@ -74,7 +83,9 @@ class RewardSection(Section):
     name: str = Field(
         "exact", description="`exact`, `math_verify`, `reasoning_gym`, or your own as `package.module:function`."
     )
-    timeout_s: PositiveSeconds = Field(10.0, description="Deadline of one sample's reward, in seconds; past it the sample is failed.")
+    timeout_s: PositiveSeconds = Field(
+        10.0, description="Deadline of one sample's reward, in seconds; past it the sample is failed."
+    )
     workers: int = Field(1, ge=1, description="Processes that compute rewards, for each actor.")
     memory_bytes: int = Field(4 << 30, ge=1 << 28, description="Address space of one reward process, in bytes.")
     shuffle: bool = Field(
@@ -85,9 +96,13 @@ class RewardSection(Section):
 class SamplingSection(Section):
     """How responses are sampled in training. Evaluation is greedy."""
 
-    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature; the learner's log-probs use it too.")
+    temperature: float = Field(
+        1.0, gt=0, le=10, description="Sampling temperature; the learner's log-probs use it too."
+    )
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass. Below 1 the importance weights are biased.")
-    top_k: int = Field(0, ge=0, description="Most likely tokens kept; 0 keeps all. Above 0 the importance weights are biased.")
+    top_k: int = Field(
+        0, ge=0, description="Most likely tokens kept; 0 keeps all. Above 0 the importance weights are biased."
+    )
     max_tokens: int = Field(64, ge=1, description="Longest response, in tokens.")
     stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
 
@@ -98,9 +113,13 @@ class AdmissionSection(Section):
     groups_per_step: int = Field(32, ge=1, description="B: groups trained by one optimizer step.")
     samples_per_group: int = Field(8, ge=2, description="G: responses sampled for one prompt; a baseline needs two.")
     max_lag: float = Field(
-        4, ge=0, description="Group n may start only when floor(n/B) <= version + max_lag. 0 is synchronous, `inf` unbounded."
+        4,
+        ge=0,
+        description="Group n may start only when floor(n/B) <= version + max_lag. 0 is synchronous, `inf` unbounded.",
     )
-    lease_s: PositiveSeconds = Field(300.0, description="A group not back this many seconds after its admission is given out again.")
+    lease_s: PositiveSeconds = Field(
+        300.0, description="A group not back this many seconds after its admission is given out again."
+    )
     attempts: int = Field(3, ge=1, description="How often a group is tried before it is dropped as poison.")
 
     @model_validator(mode="after")
@@ -119,7 +138,9 @@ class ActorsSection(Section):
     groups_in_flight: int = Field(64, ge=1, description="Most groups that one actor generates at once.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision of the engine.")
     kv_cache_bytes: int | None = Field(
-        256 << 20, ge=1 << 20, description="Key-value cache of one engine, in bytes. null: let vLLM size it (GPUs only)."
+        256 << 20,
+        ge=1 << 20,
+        description="Key-value cache of one engine, in bytes. null: let vLLM size it (GPUs only).",
     )
     gpu_memory_share: float = Field(0.85, gt=0, le=1, description="Share of a GPU's memory that its engine may take.")
     enforce_eager: bool = Field(True, description="Run the engine without compilation or CUDA graphs.")
@@ -147,7 +168,8 @@ class KLSection(Section):
         "rao_blackwell, the KL of the whole vocabulary at the token's context.",
     )
     placement: Literal["reward", "loss", "both"] = Field(
-        "reward", description="Where the estimator sits: k1 in the `reward` is unbiased; `loss` differentiates it; or `both`."
+        "reward",
+        description="Where the estimator sits: k1 in the `reward` is unbiased; `loss` differentiates it; or `both`.",
     )
     reward_to_go: bool = Field(
         True, description="Charge a token for its own and later tokens' KL; false: for that of its whole response."
@@ -158,11 +180,14 @@ class KLSection(Section):
         "`sequence` are exact off-policy; `none`, `token`, `prefix` and `geometric` are not.",
     )
     loss_weight: Literal["none", "token", "prefix", "sequence"] = Field(
-        "none", description="Weight of the KL in the loss: none, or the ratio pi/mu of the token, so far, or of the response."
+        "none",
+        description="Weight of the KL in the loss: none, or the ratio pi/mu of the token, so far, or of the response.",
     )
     differentiate_weight: bool = Field(True, description="Let the gradient pass through the KL's weight in the loss.")
     cap: float = Field(
-        float("inf"), gt=0, description="Upper bound of the KL's own weights, in reward and loss; `inf` does not truncate."
+        float("inf"),
+        gt=0,
+        description="Upper bound of the KL's own weights, in reward and loss; `inf` does not truncate.",
     )
     schedule: Literal["fixed", "linear", "adaptive"] = Field(
         "fixed", description="beta over the run: `fixed`, `linear` from beta to beta_end, `adaptive` towards target."
@@ -251,20 +276,28 @@ class LearnerSection(Section):
 
     cpus: int = Field(1, ge=1, description="CPU cores of the learner.")
     gpus: int = Field(0, ge=0, le=1, description="GPUs of the learner.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of forward and backward; master weights are float32.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Precision of forward and backward; master weights are float32."
+    )
     lr: float = Field(1e-6, gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises linearly.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays.")
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this; `inf` does not clip.")
-    microbatch_tokens: int = Field(16_384, ge=1, description="Most padded tokens in one forward; a group is never split.")
+    microbatch_tokens: int = Field(
+        16_384, ge=1, description="Most padded tokens in one forward; a group is never split."
+    )
 
 
 class WeightSyncSection(Section):
     """The way of the weights back to the actors."""
 
-    transport: Literal["shared_memory"] = Field("shared_memory", description="How weights travel: `shared_memory` on one host.")
-    timeout_s: PositiveSeconds = Field(120.0, description="Longest wait, in seconds, for one version to arrive at every actor.")
+    transport: Literal["shared_memory"] = Field(
+        "shared_memory", description="How weights travel: `shared_memory` on one host."
+    )
+    timeout_s: PositiveSeconds = Field(
+        120.0, description="Longest wait, in seconds, for one version to arrive at every actor."
+    )
 
 
 class EvaluationSection(Section):
@@ -295,6 +328,8 @@ class RunConfig(Section):
     buffer: BufferSection = Field(default_factory=BufferSection, description="The stream of trajectories.")
     objective: ObjectiveSection = Field(default_factory=ObjectiveSection, description="What the learner maximises.")
     learner: LearnerSection = Field(default_factory=LearnerSection, description="The optimizer and its process.")
-    weight_sync: WeightSyncSection = Field(default_factory=WeightSyncSection, description="The way of the weights back.")
+    weight_sync: WeightSyncSection = Field(
+        default_factory=WeightSyncSection, description="The way of the weights back."
+    )
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection, description="The held-out set.")
     metrics: MetricsSection = Field(default_factory=MetricsSection, description="Prometheus metrics.")

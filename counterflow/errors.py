@@ -2,7 +2,7 @@
 
 CounterflowError
 ├── ConfigError          the configuration, or a file it names, cannot be used; nothing was started (exit code 2)
-├── UnavailableError     something the run needs outside this process is missing or refuses (exit code 2 before the start)
+├── UnavailableError     something outside that the run needs is missing or refuses (exit code 2 before the start)
 │   ├── BufferUnavailable    the Redis or Valkey server cannot be reached, or refuses the client
 │   └── PlacementError       the cluster has no room for an actor or learner bundle
 ├── DeadlineExceeded     a wait passed its deadline; says who waited, on what, and for how long

@@ -94,7 +94,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where every group is. It closes when generated = trained + buffered + in_flight + dropped, in groups and tokens."""
+    """Where every group is. Closes when generated = trained + buffered + in_flight + dropped, in groups and tokens."""
 
     generated: int
     trained: int

@@ -12,8 +12,6 @@ from counterflow.buffer.connection import Address
 from counterflow.buffer.server import embedded_server
 from counterflow.buffer.trajectory import Group, Origin, Trajectory, VersionSpan
 
-ORIGIN = Origin(run_id="test", model_fingerprint="model", tokenizer_fingerprint="tokenizer", sampling="{}")
-
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
@@ -25,7 +23,46 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
 @pytest.fixture
 def origin(tmp_path: Path) -> Origin:
     """The origin of a run that no other test uses."""
-    return Origin(run_id=str(tmp_path), model_fingerprint="model", tokenizer_fingerprint="tokenizer", sampling="{}")
+    return Origin(run_id=tmp_path.name, model_fingerprint="model", tokenizer_fingerprint="tokenizer", sampling="{}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a random Llama of 0.6 M parameters and a tokenizer of one token a character."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    symbols = ["<pad>", "<eos>", "<unk>", *"0123456789+= "]
+    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(symbols),
+            hidden_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            intermediate_size=384,
+            max_position_embeddings=128,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def group() -> Group:
+    """A group of two trajectories of three tokens."""
+    return make_group()
 
 
 def make_group(admission: int = 0, samples: int = 2, tokens: int = 3, version: int = 0) -> Group:
