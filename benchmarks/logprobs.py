@@ -15,10 +15,13 @@ import time
 from pathlib import Path
 
 import torch
+from common import compare, publish
 
 from counterflow.learner.logprobs import token_logprobs
 
 SIDES = ("ours", "rival")
+MOST_MEMORY, MOST_TIME = 0.35, 1.3
+"""What ours may take of the rival's."""
 
 
 def rival_logprobs(hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor) -> torch.Tensor:
@@ -85,7 +88,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=576, help="hidden size; 576 is that of SmolLM2-135M")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=3, help="the fastest of so many counts")
-    parser.add_argument("--json", type=Path, help="write the table there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as a JSON list")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
@@ -95,21 +98,15 @@ def main() -> None:
     for _ in range(options.repeats):
         for side in SIDES:
             taken[side].append(in_process(side, options))
-    seconds = {side: min(run["seconds"] for run in runs) for side, runs in taken.items()}
+    fastest = {side: min(run["seconds"] for run in runs) for side, runs in taken.items()}
     # Peaks of equal runs differ only by what the allocator happens to keep.
     peak = {side: max(run["bytes"] for run in runs) / 2**20 for side, runs in taken.items()}
     rows = [
-        {"name": "peak memory, MiB", **peak, "better": "lower", "goal": 0.35},
-        {"name": "time, s", **seconds, "better": "lower", "goal": 1.3},
+        compare("peak memory, forward and backward, MiB", peak["ours"], peak["rival"], "lower", 1 / MOST_MEMORY),
+        compare("time, forward and backward, s", fastest["ours"], fastest["rival"], "lower", 1 / MOST_TIME),
     ]
-    print(f"{options.tokens} tokens x {options.vocabulary} vocabulary, hidden {options.width}, {options.device}")
-    print(f"{'':<18}{'ours':>10}{'rival':>10}{'ratio':>8}{'goal':>8}")
-    for row in rows:
-        row["ratio"] = row["ours"] / row["rival"]
-        print(f"{row['name']:<18}{row['ours']:>10.2f}{row['rival']:>10.2f}{row['ratio']:>8.3f}{row['goal']:>8}")
-    if options.json:
-        order = ("name", "ours", "rival", "ratio", "better", "goal")
-        options.json.write_text(json.dumps([{key: row[key] for key in order} for row in rows], indent=2) + "\n")
+    shape = f"{options.tokens:,} tokens x {options.vocabulary:,} vocabulary, hidden {options.width}, {options.device}"
+    publish(f"token log-probs in tiles against log_softmax: {shape}", rows, options.json)
 
 
 if __name__ == "__main__":

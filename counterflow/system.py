@@ -28,6 +28,7 @@ from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
 from counterflow.errors import CounterflowError, DeadlineExceeded, RunFailed
 from counterflow.learner.learner import Learner, StepResult
+from counterflow.learner.objective_choice import check_objective
 from counterflow.metrics import Metrics
 from counterflow.recorder import Recorder, summarize, wilson, write_summary
 from counterflow.records import EvaluationRecord, Ledger
@@ -77,6 +78,8 @@ class Run:
         try:
             with self.display:
                 self.display.note(f"run {self.config.run.name} in {self.folder}, metrics at {self.metrics.url}")
+                for line in check_objective(self.config).lines:
+                    self.display.note(line)
                 for warning in warnings:
                     self.display.note(f"warning: {warning}")
                 asyncio.run(self._supervise())

@@ -74,7 +74,8 @@ class Learner:
         )
         warmup = max(learner.warmup_steps, 1)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda s: min((s + 1) / warmup, 1.0))
-        for line in check_objective(config):
+        announcement = check_objective(config)
+        for line in announcement.lines + announcement.warnings:
             _log.info(line)
         self._spec = objective_spec(config)
         self._length_constant = config.objective.length_constant or config.sampling.max_tokens

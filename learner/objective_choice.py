@@ -6,7 +6,7 @@ In flows a `RunConfig`, out flow an `ObjectiveSpec`, lines for the log, and the 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from counterflow.configs.schema import KLSection, RunConfig
 from counterflow.errors import ConfigError
@@ -81,8 +81,17 @@ def row_of(config: RunConfig) -> Row:
     return classify(judged_spec(config), on_policy(config))
 
 
-def check_objective(config: RunConfig) -> list[str]:
-    """What the run's first lines say of its objective: row, expected gradient, biased or not, why; then warnings.
+class Announcement(NamedTuple):
+    """What the run says of its objective before it starts."""
+
+    lines: list[str]
+    """Row, expected gradient, whether it is biased, and why."""
+    warnings: list[str]
+    """What else bends the gradient."""
+
+
+def check_objective(config: RunConfig) -> Announcement:
+    """What the run's first lines say of its objective.
 
     Raises:
         ConfigError: the values do not go together, or `strict_kl` refuses a biased row.
@@ -97,9 +106,8 @@ def check_objective(config: RunConfig) -> list[str]:
         f"expected KL gradient: {row.expected} ({verdict}; {LEGEND})",
         f"why: {row.why}",
     ]
-    warnings = cautions(spec, on_policy(config))
     truncated = sampling_caution(sampling.top_p, sampling.top_k, spec)
-    return lines + [f"warning: {caution}" for caution in warnings + ([truncated] if truncated else [])]
+    return Announcement(lines, cautions(spec, on_policy(config)) + ([truncated] if truncated else []))
 
 
 def next_beta(kl: KLSection, beta: float, step: int, measured_kl: float) -> float:
@@ -124,7 +132,7 @@ def audit_config(config: RunConfig) -> dict[str, Any]:
     {"row", "what", "expected", "biased", "why", "verdict", "warnings", "assumptions", "near", "far"}; `near` and `far`
     are audits whose last row is `this_run`. Without a KL term they are absent.
     """
-    row, lines = row_of(config), check_objective(config)
+    row = row_of(config)
     spec, drift = judged_spec(config), typical_drift(config.admission.max_lag)
     found: dict[str, Any] = {
         "row": row.row,
@@ -133,7 +141,7 @@ def audit_config(config: RunConfig) -> dict[str, Any]:
         "biased": row.biased,
         "why": row.why,
         "verdict": f"{row.why} There is nothing to audit.",
-        "warnings": [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")],
+        "warnings": check_objective(config).warnings,
         "assumptions": {
             "beta": spec.beta,
             "cap": config.objective.importance.cap,

@@ -106,8 +106,8 @@ def cautions(spec: ObjectiveSpec, on_policy: bool) -> list[str]:
         )
     kind, cuts = correction_weighting(spec)
     if not on_policy and (kind != "sequence" or cuts):
-        cut = ", cut," if cuts else ""
-        found.append(f"The task's own gradient, weighted by {WEIGHTS[kind]}{cut} is biased off-policy.")
+        weighted = "without weights" if kind == "none" else f"weighted by {WEIGHTS[kind]}" + (", cut" if cuts else "")
+        found.append(f"The task's own gradient ({weighted}) is biased off-policy.")
     return found
 
 
