@@ -18,7 +18,7 @@ from .loss import token_losses
 from .rows import classify
 from .segments import sum_segments
 from .spec import ObjectiveSpec
-from .tables import Tables, contexts, random_tables
+from .tables import Tables, random_tables
 
 MOST_SEQUENCES = 65_536
 TARGETS = ("G", "R_pi", "R_mu", "F_pi")
@@ -107,13 +107,11 @@ def moments(tables: Tables, spec: ObjectiveSpec, on_policy: bool = False, reward
     difference = log_pi - torch.log_softmax(tables.ref, -1)[rows]
     slope = pi * (difference - (pi * difference).sum(-1, keepdim=True))
     chained = by_logprob[:, None] * score + by_divergence[:, None] * slope
-    count, width = len(tables.responses), tables.pi.shape[0]
-    samples = chained.new_zeros(count * width, tables.vocabulary).index_add(0, owners * width + rows, chained)
-    samples = samples.reshape(count, -1)
-    chance = tables.probabilities(behavior)
-    mean = chance @ samples
-    variance = float(chance @ (samples - mean).square().sum(1))
-    return Moments(mean.reshape(tables.pi.shape), variance)
+    # No two tokens of a sequence share a context, so squares of a sequence's gradient add up over its tokens.
+    chance = tables.probabilities(behavior)[owners, None]
+    mean = torch.zeros_like(tables.pi).index_add(0, rows, chance * chained)
+    variance = (chance * chained.square()).sum() - mean.square().sum()
+    return Moments(mean, max(variance.item(), 0.0))
 
 
 def audit(
@@ -176,7 +174,7 @@ def audit_toy(
 def _check_size(vocabulary: int, length: int) -> None:
     if vocabulary < 2 or length < 1:
         raise ValueError(f"vocab is {vocabulary} and length {length}: they need at least 2 and 1")
-    if vocabulary**length > MOST_SEQUENCES or vocabulary**length * contexts(vocabulary, length) > 1 << 28:
+    if vocabulary**length > MOST_SEQUENCES:
         raise ValueError(
             f"vocab {vocabulary} and length {length} make {vocabulary**length} sequences: too many to write out"
         )

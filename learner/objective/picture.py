@@ -1,55 +1,53 @@
-"""The audit as a picture: bias against noise of every row, near the reference and far from it.
+"""The audit as a picture: every row's bias and noise, near the reference and far from it.
 
 In flow the plain numbers of an audit, out flows a file. Imports matplotlib only when it draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_UNBIASED, _BIASED, _OWN = "#1b7f5c", "#b0413e", "#1f4e9c"
-_LEAST = 1e-4
-"""Relative bias drawn for a row that has none."""
+UNBIASED, BIASED, OWN = "#1b7f5c", "#b0413e", "#1f4e9c"
+_MOST_BIAS = 3.0
+"""Relative biases beyond it are drawn at it, with their number beside."""
 
 
 def draw_audit(audits: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw regimes, such as {"near": audit, "far": audit}, side by side into `path` (its suffix says the format)."""
+    """Draw regimes, such as {"near": audit, "far": audit}, into `path`, of which the suffix says the format.
+
+    One line a row; filled marks are the first regime, hollow ones the second.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4 * len(audits), 7.2), layout="constrained")
+    names = [row["row"] for row in next(iter(audits.values()))["rows"]]
+    figure = Figure(figsize=(11.5, 1.6 + 0.27 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, wrap=True)
-    axes = figure.subplots(1, len(audits), squeeze=False)[0]
-    for place, (regime, found) in zip(axes, audits.items(), strict=True):
-        _draw(place, regime, found["rows"])
-    figure.savefig(path, dpi=150)
-
-
-def _draw(place: Any, regime: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    shown = [row for row in rows if row["bias_rel"] is not None]
-    for row in shown:
-        own = row["row"] == "this_run"
-        color = _OWN if own else (_BIASED if row["biased"] else _UNBIASED)
-        across, up = max(row["bias_rel"], _LEAST), max(row["variance"], 1e-300)
-        hollow = row["row"].startswith("on_")
-        place.scatter(
-            across,
-            up,
-            s=140 if own else 36,
-            marker="*" if own else "o",
-            facecolors="none" if hollow else color,
-            edgecolors=color,
-            zorder=3,
-        )
-        name = "this run" if own else row["row"].removeprefix("off_").removeprefix("on_").replace("_", " ")
-        place.annotate(name, (across, up), xytext=(5, 3), textcoords="offset points", fontsize=8, color=color)
-    place.set_xscale("log")
-    place.set_yscale("log")
-    place.axvline(1.0, color="#999999", linewidth=0.8, linestyle=":")
-    place.set_xlabel("bias, relative to the true KL gradient (exact rows at the left edge)")
-    place.set_ylabel("variance of one sample's gradient")
-    place.set_title(f"{regime} the reference" if regime == "near" else f"{regime} from the reference")
-    place.grid(alpha=0.25, which="both")
+    figure.suptitle(title, wrap=True, fontsize=11)
+    bias, noise = figure.subplots(1, 2, sharey=True)
+    for place, (regime, found) in enumerate(audits.items()):
+        for line, row in enumerate(found["rows"]):
+            color = OWN if row["row"] == "this_run" else (BIASED if row["biased"] else UNBIASED)
+            style = {"s": 38, "edgecolors": color, "facecolors": "none" if place else color, "zorder": 3}
+            style["label"] = f"{regime} the reference" if regime == "near" else f"{regime} from the reference"
+            relative = row["bias_rel"]
+            if relative is not None:
+                bias.scatter(min(relative, _MOST_BIAS), line, **style)
+                if relative > _MOST_BIAS:
+                    bias.annotate(f"{relative:.1f}", (_MOST_BIAS, line), xytext=(6, -3), textcoords="offset points")
+            if row["variance"] > 0:
+                noise.scatter(row["variance"], line, **style)
+    bias.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
+    bias.invert_yaxis()
+    bias.axvline(1.0, color="#999999", linestyle=":", linewidth=1)
+    bias.set_xlabel("bias over the true KL gradient (1: as far off as no KL term at all)")
+    noise.set_xscale("log")
+    noise.set_xlabel("variance of one sample's gradient")
+    for axes in (bias, noise):
+        axes.grid(alpha=0.3)
+    handles, labels = bias.get_legend_handles_labels()
+    found_once = dict(zip(labels, handles, strict=True))
+    noise.legend(found_once.values(), found_once.keys(), loc="lower right", fontsize=8)
+    figure.savefig(path, dpi=130)
