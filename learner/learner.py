@@ -152,7 +152,7 @@ class Learner:
         measured = diagnose(whole, self._spec)
         for remark in remarks(measured):
             _log.warning("step %d: %s", self._consumer.version + 1, remark)
-        learning_rate = self._schedule.get_last_lr()[0]
+        learning_rate = float(self._schedule.get_last_lr()[0])
         if self._config.objective.importance.scale_learning_rate:
             learning_rate *= learning_rate_scale(whole)
             for parameters in self._optimizer.param_groups:

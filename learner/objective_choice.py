@@ -90,16 +90,13 @@ class Announcement(NamedTuple):
     """What else bends the gradient."""
 
 
-def check_objective(config: RunConfig) -> Announcement:
-    """What the run's first lines say of its objective.
+def announce(config: RunConfig) -> Announcement:
+    """The run's objective in words.
 
     Raises:
-        ConfigError: the values do not go together, or `strict_kl` refuses a biased row.
+        ConfigError: values that do not go together.
     """
     spec, row, sampling = judged_spec(config), row_of(config), config.sampling
-    refused = refusal(row) if config.objective.strict_kl else None
-    if refused:
-        raise ConfigError(f"objective.strict_kl: {refused}")
     verdict = "biased" if row.biased else "unbiased"
     lines = [
         f"KL objective: row {row.row}: {row.what}",
@@ -108,6 +105,18 @@ def check_objective(config: RunConfig) -> Announcement:
     ]
     truncated = sampling_caution(sampling.top_p, sampling.top_k, spec)
     return Announcement(lines, cautions(spec, on_policy(config)) + ([truncated] if truncated else []))
+
+
+def check_objective(config: RunConfig) -> Announcement:
+    """What the run's first lines say of its objective, if it may start.
+
+    Raises:
+        ConfigError: the values do not go together, or `strict_kl` refuses a biased row.
+    """
+    refused = refusal(row_of(config)) if config.objective.strict_kl else None
+    if refused:
+        raise ConfigError(f"objective.strict_kl: {refused}")
+    return announce(config)
 
 
 def next_beta(kl: KLSection, beta: float, step: int, measured_kl: float) -> float:
@@ -141,7 +150,7 @@ def audit_config(config: RunConfig) -> dict[str, Any]:
         "biased": row.biased,
         "why": row.why,
         "verdict": f"{row.why} There is nothing to audit.",
-        "warnings": check_objective(config).warnings,
+        "warnings": announce(config).warnings,
         "assumptions": {
             "beta": spec.beta,
             "cap": config.objective.importance.cap,

@@ -131,9 +131,9 @@ def refusal(row: Row) -> str | None:
     if not row.biased:
         return None
     return (
-        f"strict_kl refuses row {row.row} ({row.what}): its expected gradient is {row.expected}, "
+        f"it refuses row {row.row} ({row.what}): its expected gradient is {row.expected}, "
         f"not grad KL(pi || ref). {row.why} Use estimator k1, placement reward, reward_weight per_decision, kl.cap inf "
-        "and reduction constant; or set strict_kl to false."
+        "and reduction constant; or set it to false."
     )
 
 

@@ -273,3 +273,5 @@ def test_audit_of_a_configuration_speaks_of_the_run_itself():
     default, stale = audit_config(with_objective()), audit_config(with_objective(max_lag=16))
     assert default["far"]["rows"][-1]["bias_rel"] < stale["far"]["rows"][-1]["bias_rel"]
     assert "near" not in audit_config(with_objective(kl={"beta": 0.0}))
+    refused = audit_config(with_objective(strict_kl=True))
+    assert refused["biased"] and refused["near"]["rows"][-1]["row"] == "this_run"
