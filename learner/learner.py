@@ -168,13 +168,14 @@ class Learner:
         return record
 
     def _policy_batch(self, batch: Microbatch) -> tuple[PolicyBatch, torch.Tensor]:
+        reference: torch.Tensor | None
         divergences = None
         if self._spec.needs_divergence:
-            found = self._policy.statistics(batch)
+            found, reference = self._policy.statistics(batch)
             logprobs, entropies, divergences = found.logprobs, found.entropies.detach(), found.divergences
         else:
             logprobs, entropies = self._policy.logprobs(batch)
-        reference = self._policy.reference_logprobs(batch)
+            reference = self._policy.reference_logprobs(batch)
         policy_batch = PolicyBatch(
             logprobs=logprobs,
             behavior_logprobs=batch.behavior_logprobs.to(self._device),

@@ -63,14 +63,18 @@ class Policy:
         """Log-probs under the frozen reference, float32 [tokens]; None where there is no reference."""
         return None if self.reference is None else self._forward(self.reference, batch)[0]
 
-    def statistics(self, batch: Microbatch) -> TokenStatistics:
-        """Log-probs, entropies and full-vocabulary KL from the reference, float32 [tokens], with gradient."""
+    def statistics(self, batch: Microbatch) -> tuple[TokenStatistics, Tensor]:
+        """Log-probs, entropies and full-vocabulary KL from the reference, with gradient; and the reference's log-probs.
+
+        All float32 [tokens]; one forward of each model.
+        """
         assert self.reference is not None
+        targets = batch.targets.to(self._device)
         with self._autocast():
             with torch.no_grad():
                 frozen = self._project(self.reference, batch)
-            targets = batch.targets.to(self._device)
-            return token_statistics(self._project(self.model, batch), targets, self._temperature, frozen)
+                reference, _ = token_logprobs(frozen.hidden, frozen.head, targets, self._temperature)
+            return token_statistics(self._project(self.model, batch), targets, self._temperature, frozen), reference
 
     def save(self, folder: Path) -> None:
         """Write the current policy as a Hugging Face folder."""

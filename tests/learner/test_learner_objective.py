@@ -83,7 +83,7 @@ def gradient(models, dtype, spec, groups, tokens):
     model, reference = (copy.deepcopy(m).to(dtype) for m in models)
     policy = Policy(model, reference, 0.9, dtype, CPU)
     for batch in microbatches(groups, tokens, pad_token_id=0):
-        divergences = policy.statistics(batch).divergences if spec.needs_divergence else None
+        divergences = policy.statistics(batch)[0].divergences if spec.needs_divergence else None
         logprobs, _ = policy.logprobs(batch)
         loss = policy_loss(
             PolicyBatch(
@@ -221,6 +221,53 @@ def test_existing_keys_keep_their_meaning():
     assert objective_spec(config) == ObjectiveSpec(beta=0.02, level="sequence", cap=3.0, kl_return="to_go")
     assert objective_spec(RunConfig()) == ObjectiveSpec(beta=0.001, kl_return="to_go")
     assert row_of(RunConfig()).row == "off_3"
+
+
+def test_full_vocabulary_statistics_agree_with_the_sampled_ones(models):
+    policy = Policy(*models, 0.9, torch.float64, CPU)
+    (batch,) = microbatches(make_groups(), 10_000, pad_token_id=0)
+    found, reference = policy.statistics(batch)
+    logprobs, entropies = policy.logprobs(batch)
+    torch.testing.assert_close(found.logprobs, logprobs)
+    torch.testing.assert_close(found.entropies, entropies)
+    torch.testing.assert_close(reference, policy.reference_logprobs(batch))
+    assert (found.divergences > 0).all() and not reference.requires_grad
+
+
+SEQUENCE = {"correction": "importance", "level": "sequence"}
+BOTH = {"placement": "both", "reward_weight": "sequence", "loss_weight": "prefix", "differentiate_weight": False}
+
+
+@pytest.mark.parametrize(
+    ("row", "kl", "importance"),
+    [
+        ("off_1", {}, SEQUENCE),
+        ("off_2", {"reward_weight": "per_decision"}, {}),
+        ("off_3", {}, {}),
+        ("off_4", {}, {"correction": "none"}),
+        ("off_6", {}, {"level": "sequence"}),
+        ("off_7", {}, {"level": "geometric"}),
+        ("off_7", {}, {"correction": "gspo"}),
+        ("off_8", {"estimator": "k3"}, SEQUENCE),
+        ("off_9", {"placement": "loss"}, {}),
+        ("off_10", {"placement": "loss", "estimator": "k2"}, {}),
+        ("off_11", {"placement": "loss", "estimator": "k3"}, {"correction": "ppo"}),
+        ("off_12", {"placement": "loss", "estimator": "k3", "loss_weight": "token"}, {"correction": "sequence_mask"}),
+        ("off_13", {"placement": "loss", "loss_weight": "token"}, {}),
+        ("off_14", {"placement": "loss", "estimator": "k2", "loss_weight": "token"}, {}),
+        (
+            "off_15",
+            {"placement": "loss", "estimator": "k2", "loss_weight": "prefix", "differentiate_weight": False},
+            {},
+        ),
+        ("off_16", {"placement": "loss", "loss_weight": "prefix"}, {}),
+        ("off_17", {"placement": "loss", "estimator": "k3", "loss_weight": "prefix"}, {}),
+        ("off_18_k1", BOTH, {}),
+        ("off_18_k3", BOTH | {"estimator": "k3"}, {}),
+    ],
+)
+def test_rows_are_reached_as_the_documentation_says(row, kl, importance):
+    assert row_of(with_objective(kl={"beta": 0.1, **kl}, importance=importance)).row == row
 
 
 def with_objective(max_lag=4, sampling=None, **objective):
