@@ -28,23 +28,23 @@ def mean_or_zero(values: Tensor) -> Tensor:
 
 
 def bounded_exponents(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
-    """Bool [tokens]: an exponent of the loss was bounded here.
+    """Bool [tokens]: an exponent of the loss was bounded here, or so small that its weight is 0.
 
     That is rho or a running product of it, where it is a weight, and ref / pi in k3.
     """
-    bound = largest_exponent(at_least_float32(batch.logprobs).dtype)
+    dtype = at_least_float32(batch.logprobs).dtype
+    bound, least = largest_exponent(dtype), math.log(torch.finfo(dtype).tiny)
     bounded = torch.zeros_like(batch.loss_mask)
-    if spec.correction != "none":
-        bounded |= log_ratios(batch) > bound
     levels: set[Level] = {spec.level} if spec.correction in ("importance", "truncated", "masked") else set()
     if spec.kl_in_reward and spec.reward_weight != "importance" and spec.reward_weight != "none":
         levels.add("prefix" if spec.reward_weight == "per_decision" else spec.reward_weight)
     if spec.kl_in_loss and spec.loss_weight != "none":
         levels.add(spec.loss_weight)
-    if spec.correction == "topr":
-        levels.add("sequence")
+    if spec.correction != "none":
+        levels.add("sequence" if spec.correction == "topr" else "token")
     for level in levels:
-        bounded |= log_weights(batch, level) > bound
+        exponent = log_weights(batch, level)
+        bounded |= (exponent > bound) | (exponent < least)
     if spec.beta and spec.estimator == "k3" and batch.reference_logprobs is not None:
         bounded |= -k1(batch.logprobs, batch.reference_logprobs, batch.loss_mask) > bound
     return bounded & batch.loss_mask
@@ -89,7 +89,7 @@ def remarks(measured: Diagnostics) -> list[str]:
     found = []
     if measured.bounded_exponents:
         found.append(
-            f"{measured.bounded_exponents:.0f} tokens had a ratio too large for their precision, which was clamped: "
+            f"{measured.bounded_exponents:.0f} tokens had a ratio outside their precision, which was clamped or is 0: "
             "pi is far from mu or from the reference there"
         )
     if measured.lone_sequences:

@@ -92,7 +92,7 @@ class Diagnostics:
     lone_sequences: float
     """Share of sequences that are alone in their group, so have no baseline and carry no policy gradient."""
     bounded_exponents: float
-    """Number of tokens with an exponent so large that it was bounded to keep the loss finite."""
+    """Number of tokens with an exponent so large that it was bounded, or so small that its weight is 0."""
 
 
 def concatenate(batches: Sequence[PolicyBatch]) -> PolicyBatch:

@@ -401,6 +401,19 @@ def test_a_ratio_of_e_to_the_89_is_told():
     assert diagnose(batch, ObjectiveSpec(beta=0.1, correction="none")).bounded_exponents == 0
 
 
+def test_weights_that_vanish_are_told():
+    """A product over 4,096 tokens that mu found likelier is 0 in float32: no gradient, and not in silence."""
+    batch = make_batch([4096, 3], [0, 0], dtype=torch.float32)
+    batch = dataclasses.replace(batch, behavior_logprobs=batch.logprobs.detach() + 0.1)
+    spec = ObjectiveSpec(beta=0.1, correction="importance", level="prefix")
+    weights = importance_weights(batch, spec)
+    measured = diagnose(batch, spec)
+    assert weights[4095] == 0
+    assert measured.bounded_exponents == pytest.approx(4096 - 873, abs=2)
+    assert any("or is 0" in remark for remark in remarks(measured))
+    assert diagnose(batch, ObjectiveSpec(beta=0.1)).bounded_exponents == 0
+
+
 def test_running_products_of_four_thousand_tokens_are_those_of_float64():
     batch = make_batch([4096, 7], [0, 0], dtype=torch.float32)
     ratios = (batch.logprobs.detach() - batch.behavior_logprobs).double()
