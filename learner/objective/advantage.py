@@ -100,18 +100,19 @@ def advantages(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
         # The baseline of the sum is exactly 0 where rewards and penalties are equal; the sum of baselines only nearly.
         estimate = leave_one_out if spec.advantage == "rloo" else group_mean
         whole = estimate(shaped_rewards(batch, spec), batch.group)[batch.sequence]
-        return whole + _unchargeable(batch, spec, token_penalties(batch, spec))
+        return whole + _share(batch, spec) * _unchargeable(batch, spec, token_penalties(batch, spec))
     return task[batch.sequence] - charged(batch, spec)
 
 
 def charged(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
     """The KL that each token answers for, less its baseline: float [tokens], detached, unweighted.
 
-    The baseline is leave-one-out, or with the group mean, or none (`plain`).
+    The baseline is leave-one-out (for `group_mean` with its factor 1 - 1/G on all), or none (`plain`).
     """
     penalties = token_penalties(batch, spec)
     whole = sum_segments(penalties, batch.sequence, batch.sequences)
-    return (whole - _baseline(batch, spec, whole))[batch.sequence] - _unchargeable(batch, spec, penalties)
+    charge = (whole - _baseline(batch, spec, whole))[batch.sequence] - _unchargeable(batch, spec, penalties)
+    return _share(batch, spec) * charge
 
 
 def weighted_charge(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
@@ -130,9 +131,7 @@ def weighted_charge(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
         whole = sum_segments(penalties, batch.sequence, batch.sequences)
         to_go = (sum_after if of_state else sum_from)(penalties, batch.sequence, batch.sequences)
         reached = truncated(log_weights(batch, "prefix"), spec.kl_cap)
-        charge = to_go - reached * _baseline(batch, spec, whole)[batch.sequence]
-        if spec.advantage != "plain":
-            charge = torch.where(has_company(batch.group)[batch.sequence], charge, 0.0)
+        charge = _share(batch, spec) * (to_go - reached * _baseline(batch, spec, whole)[batch.sequence])
     else:
         charge = truncated(log_weights(batch, spec.reward_weight), spec.kl_cap) * charged(batch, spec)
     return torch.where(batch.loss_mask, charge, 0.0)
@@ -155,17 +154,24 @@ def _above_lowest(rewards: Tensor, index: Tensor, count: int) -> Tensor:
 def _baseline(batch: PolicyBatch, spec: ObjectiveSpec, whole: Tensor) -> Tensor:
     if spec.advantage == "plain":
         return torch.zeros_like(whole)
-    estimate = group_mean if spec.advantage == "group_mean" else leave_one_out
-    return whole - estimate(whole, batch.group)
+    return whole - leave_one_out(whole, batch.group)
+
+
+def _share(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
+    """What the baseline leaves of a charge, float [tokens]: 1, or 1 - 1/G with the group mean, or 0 for one alone."""
+    tokens = at_least_float32(batch.logprobs.detach())
+    if spec.advantage == "plain":
+        return torch.ones_like(tokens)
+    _, index, size = torch.unique(batch.group, return_inverse=True, return_counts=True)
+    own = size[index][batch.sequence].to(tokens.dtype)
+    return 1 - 1 / own if spec.advantage == "group_mean" else torch.gt(own, 1).to(tokens.dtype)
 
 
 def _unchargeable(batch: PolicyBatch, spec: ObjectiveSpec, penalties: Tensor) -> Tensor:
-    """The penalties that y_t cannot change, float [tokens]; 0 with the whole return, and for a sequence alone."""
+    """The penalties that y_t cannot change, float [tokens]; 0 with the whole return."""
     if spec.kl_return == "whole":
         return torch.zeros_like(penalties)
     past = sum_before(penalties, batch.sequence, batch.sequences)
     if spec.estimator == "rao_blackwell":
         past = past + penalties
-    if spec.advantage == "plain":
-        return past
-    return torch.where(has_company(batch.group)[batch.sequence], past, 0.0)
+    return past
