@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -122,11 +122,12 @@ class AdmissionSection(Section):
     )
     attempts: int = Field(3, ge=1, description="How often a group is tried before it is dropped as poison.")
 
-    @model_validator(mode="after")
-    def whole_lag(self) -> AdmissionSection:
-        if self.max_lag != float("inf") and self.max_lag != int(self.max_lag):
-            raise ValueError("max_lag counts versions: a whole number, or inf")
-        return self
+    @field_validator("max_lag")
+    @classmethod
+    def whole_lag(cls, value: float) -> float:
+        if value != float("inf") and value != int(value):
+            raise ValueError("it counts versions: a whole number, or inf")
+        return value
 
 
 class ActorsSection(Section):

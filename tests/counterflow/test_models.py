@@ -99,7 +99,7 @@ def test_sums_starts_two_fifths_right_on_sums_it_never_saw(tmp_path: Path) -> No
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "sums")
     prompts = torch.tensor([tokenizer.encode(line["prompt"]) for line in heldout])
     torch.manual_seed(0)
-    for sample, low, high in ((False, 0.35, 0.45), (True, 0.18, 0.32)):
+    for sample, low, high in ((False, 0.35, 0.45), (True, 0.15, 0.32)):
         texts = tokenizer.batch_decode(
             model.generate(prompts, do_sample=sample, top_k=0, max_new_tokens=5)[:, 6:], skip_special_tokens=True
         )
