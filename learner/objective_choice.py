@@ -12,7 +12,7 @@ from counterflow.configs.schema import KLSection, RunConfig
 from counterflow.errors import ConfigError
 from counterflow.learner.objective.audit import NEAR, audit
 from counterflow.learner.objective.row_words import LEGEND
-from counterflow.learner.objective.rows import Row, cautions, classify, refusal, sampling_caution
+from counterflow.learner.objective.rows import Row, cautions, classify, on_cut_support, refusal, sampling_caution
 from counterflow.learner.objective.spec import ObjectiveSpec
 from counterflow.learner.objective.strength import adaptive_beta, linear_beta
 from counterflow.learner.objective.tables import random_tables
@@ -21,6 +21,7 @@ DRIFT_OF_A_VERSION = 0.05
 MOST_DRIFT = 1.0
 """Standard deviations, in nats of a logit: what one version is taken to move pi by in an audit, and the most of it."""
 AUDIT_VOCABULARY, AUDIT_LENGTH = 3, 4
+_EXACT = 1e-12
 
 
 def objective_spec(config: RunConfig) -> ObjectiveSpec:
@@ -78,7 +79,12 @@ def judged_spec(config: RunConfig) -> ObjectiveSpec:
 
 def row_of(config: RunConfig) -> Row:
     """The row of the catalogue that the run is on."""
-    return classify(judged_spec(config), on_policy(config))
+    row = classify(judged_spec(config), on_policy(config))
+    return on_cut_support(row) if _cuts_support(config) else row
+
+
+def _cuts_support(config: RunConfig) -> bool:
+    return config.sampling.top_p < 1 or config.sampling.top_k > 0
 
 
 class Announcement(NamedTuple):
@@ -173,6 +179,8 @@ def _verdict(row: Row, found: dict[str, Any]) -> str:
     near, far = (found[regime]["rows"][-1] for regime in ("near", "far"))
     if not row.biased:
         return f"Unbiased: the KL gradient is exactly that of KL(pi || ref). {row.why}"
+    if max(near["bias_abs"], far["bias_abs"]) < _EXACT:
+        return f"Biased by what is never sampled, which no toy measures; exact otherwise. {row.why}"
 
     def share(line: dict[str, Any]) -> str:
         return "undefined" if line["bias_rel"] is None else f"{line['bias_rel']:.0%}"

@@ -126,14 +126,27 @@ def sampling_caution(top_p: float, top_k: int, spec: ObjectiveSpec) -> str | Non
     )
 
 
+def on_cut_support(row: Row) -> Row:
+    """The row where top-p or top-k cut mu's support: no weight brings back what is never sampled, so it is biased."""
+    if row.row == "none":
+        return row
+    return replace(
+        row,
+        expected=f"{row.expected}, but for what top_p or top_k cut off",
+        combination=None,
+        biased=True,
+        why=f"{row.why} Tokens that top_p or top_k cut off are never sampled, and miss from every mean.",
+    )
+
+
 def refusal(row: Row) -> str | None:
     """Why `strict_kl` refuses the choice, and what to do; None if it does not."""
     if not row.biased:
         return None
     return (
         f"it refuses row {row.row} ({row.what}): its expected gradient is {row.expected}, "
-        f"not grad KL(pi || ref). {row.why} Use estimator k1, placement reward, reward_weight per_decision, kl.cap inf "
-        "and reduction constant; or set it to false."
+        f"not grad KL(pi || ref). {row.why} Use estimator k1, placement reward, reward_weight per_decision, "
+        "kl.cap inf, reduction constant, top_p 1 and top_k 0; or set it to false."
     )
 
 

@@ -300,6 +300,17 @@ def test_truncated_sampling_with_weights_is_warned_of():
     assert not any("top_p" in line for line in check_objective(unweighted).warnings)
 
 
+def test_truncated_sampling_is_never_called_unbiased():
+    for config in (
+        with_objective(max_lag=0, sampling={"top_p": 0.9}, strict_kl=True),
+        with_objective(sampling={"top_k": 5}, strict_kl=True, kl={"reward_weight": "per_decision"}),
+    ):
+        with pytest.raises(ConfigError, match="top_p 1 and top_k 0"):
+            check_objective(config)
+        assert audit_config(config)["verdict"].startswith("Biased by what is never sampled")
+    assert not row_of(with_objective(sampling={"top_p": 0.9}, kl={"beta": 0.0})).biased
+
+
 def test_values_that_do_not_go_together_are_a_config_error():
     with pytest.raises(ConfigError, match="floor"):
         check_objective(with_objective(importance={"correction": "masked", "cap": 0.7}))
