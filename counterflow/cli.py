@@ -1,4 +1,4 @@
-"""The command line: `counterflow run | config | model | report`.
+"""The command line: `counterflow run | audit | config | model | report`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input with nothing started, 130 interrupted.
 """
@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from counterflow.cli_audit import audit
 from counterflow.errors import ConfigError, CounterflowError, UnavailableError
 
 app = typer.Typer(
@@ -19,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous off-policy reinforcement learning for language models.",
 )
+
+app.command()(audit)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, as configs/quickstart.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="As learner.lr=3e-4.")]

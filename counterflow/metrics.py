@@ -191,7 +191,11 @@ def _step_gauges(step: StepRecord) -> Iterator[Metric]:
     ess.add_metric(["sequence"], step.ess_sequence)
     yield ess
     yield _gauge("chi2", "E[rho^2] - 1 over tokens.", step.chi2)
-    yield _gauge("truncated_weights_ratio", "Share of importance weights at the cap.", step.truncated_weights)
+    yield _gauge(
+        "truncated_weights_ratio",
+        "Share of tokens whose importance weight was capped, clipped or masked.",
+        step.truncated_weights,
+    )
     yield _gauge("entropy_nats", "Mean token entropy of the policy.", step.entropy)
     yield _gauge("grad_norm", "Gradient norm before clipping.", step.grad_norm)
     yield _gauge("learning_rate", "Learning rate of the last step.", step.learning_rate)

@@ -24,6 +24,7 @@ from counterflow.cluster import Node, bundles, check_room
 from counterflow.configs import dump
 from counterflow.configs.schema import ModelSection, RunConfig
 from counterflow.errors import ConfigError
+from counterflow.learner.objective_choice import check_objective
 from counterflow.models import MODELS
 from counterflow.processes import usable_cores
 
@@ -67,7 +68,7 @@ def check(config: RunConfig) -> tuple[Origin, TaskSet, list[str]]:
             f"model.path {config.model.path} holds no tokenizer that loads ({_first_line(error)}): copy the model again"
         ) from error
     task = load_task(config, tokenizer)
-    warnings = _warnings(config, task)
+    warnings = check_objective(config).warnings + _warnings(config, task)
     if config.buffer.url:
         warnings += check_server(Address(config.buffer.url, config.buffer.connect_timeout_s))
     return _origin(config), task, warnings
@@ -197,13 +198,6 @@ def _warnings(config: RunConfig, task: TaskSet) -> list[str]:
     warnings = []
     if task.overlong:
         warnings.append(f"{task.overlong} prompts were too long for model.context_length and dropped")
-    if config.sampling.top_p < 1 or config.sampling.top_k > 0:
-        warnings.append(
-            "top_p or top_k cut the support of the behaviour policy: the importance weights no longer average to 1 "
-            "and are biased; use top_p=1 and top_k=0 for exact ones"
-        )
-    if config.admission.max_lag > 0 and config.objective.importance.correction == "none":
-        warnings.append("objective.importance.correction=none with max_lag > 0: stale tokens are trained uncorrected")
     return warnings
 
 

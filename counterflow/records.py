@@ -39,7 +39,7 @@ class StepRecord:
     chi2: float
     """E[rho^2] - 1 over tokens."""
     truncated_weights: float
-    """Share of importance weights at the cap."""
+    """Share of tokens whose importance weight was capped, clipped or masked."""
     entropy: float
     grad_norm: float
     learning_rate: float

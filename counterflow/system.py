@@ -23,6 +23,7 @@ from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
 from counterflow.errors import RunFailed
 from counterflow.learner.learner import Learner, StepResult
+from counterflow.learner.objective_choice import check_objective
 from counterflow.metrics import Metrics
 from counterflow.processes import terminate_like_interrupt
 from counterflow.recorder import Status, wilson
@@ -61,6 +62,8 @@ def run(config: RunConfig) -> Path:
             with connect(config) as cluster, terminate_like_interrupt():
                 folder = preflight.make_run_folder(config)
                 telemetry = Telemetry(config, folder, metrics, display)
+                for line in check_objective(config).lines:
+                    telemetry.note(line)
                 for warning in warnings:
                     telemetry.note(f"warning: {warning}")
                 asyncio.run(Run(config, origin, task, folder, telemetry).supervise(cluster))

@@ -5,6 +5,7 @@ One torch process. Groups flow in through a `Consumer`; step records, and weight
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,15 +22,19 @@ from counterflow.buffer.trajectory import Group, Origin
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import RunFailed
 from counterflow.learner.batch import Microbatch, microbatches, scored
-from counterflow.learner.objective.diagnostics import diagnose
-from counterflow.learner.objective.loss import policy_loss
-from counterflow.learner.objective.types import ObjectiveSpec, PolicyBatch, concatenate
+from counterflow.learner.objective.diagnostics import diagnose, remarks
+from counterflow.learner.objective.loss import normalizer, policy_loss
+from counterflow.learner.objective.ratios import learning_rate_scale
+from counterflow.learner.objective.types import Diagnostics, PolicyBatch, concatenate
+from counterflow.learner.objective_choice import check_objective, needs_reference, next_beta, objective_spec
 from counterflow.learner.policy import Policy, load_model
 from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
 from counterflow.weight_sync.lag import token_lags
 from counterflow.weight_sync.layout import Layout, lay_out, named_weights
 from counterflow.weight_sync.publisher import SharedMemoryPublisher, StagedVersion
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Learner:
         self._config, self._started_at = config, started_at
         device = torch.device("cuda" if config.learner.gpus else "cpu")
         model = load_model(config, device)
-        reference = load_model(config, device).requires_grad_(False) if config.objective.kl.beta else None
+        reference = load_model(config, device).requires_grad_(False) if needs_reference(config) else None
         self._policy = Policy(
             model, reference, config.sampling.temperature, getattr(torch, config.learner.dtype), device
         )
@@ -71,15 +76,10 @@ class Learner:
         )
         warmup = max(learner.warmup_steps, 1)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda s: min((s + 1) / warmup, 1.0))
-        kl, importance = config.objective.kl, config.objective.importance
-        self._spec = ObjectiveSpec(
-            beta=kl.beta,
-            correction=importance.correction,
-            level=importance.level,
-            cap=importance.cap,
-            # Under a cap the k1 of earlier tokens does not average out of the whole return.
-            kl_return="to_go",
-        )
+        announcement = check_objective(config)
+        for line in announcement.lines + announcement.warnings:
+            _log.info(line)
+        self._spec = objective_spec(config)
         self._length_constant = config.objective.length_constant or config.sampling.max_tokens
         self._consumer = Consumer(address, origin.run_id, origin)
         dtype = getattr(torch, config.actors.dtype)
@@ -143,38 +143,59 @@ class Learner:
         lags = self._lags(groups)
         batches = microbatches(groups, self._config.learner.microbatch_tokens, self._pad_token_id)
         sequences = sum(len(batch.rewards) for batch in batches)
-        normalizer = max(sequences, 1) * self._length_constant
+        tokens = sum(len(batch.targets) for batch in batches)
+        scale = normalizer(self._spec.reduction, sequences, tokens, self._length_constant)
         self._optimizer.zero_grad(set_to_none=True)
         done: list[PolicyBatch] = []
         loss_sum, entropy_sum = 0.0, 0.0
         for batch in batches:
-            logprobs, entropies = self._policy.logprobs(batch)
-            policy_batch = self._policy_batch(batch, logprobs)
-            loss = policy_loss(policy_batch, self._spec, normalizer)
+            policy_batch, entropies = self._policy_batch(batch)
+            loss = policy_loss(policy_batch, self._spec, scale)
             loss.backward()  # type: ignore[no-untyped-call]
             done.append(policy_batch)
             loss_sum += float(loss)
             entropy_sum += float(entropies.sum())
+        whole = concatenate(done)
+        measured = diagnose(whole, self._spec)
+        for remark in remarks(measured):
+            _log.warning("step %d: %s", self._consumer.version + 1, remark)
         learning_rate = float(self._schedule.get_last_lr()[0])
+        if self._config.objective.importance.scale_learning_rate:
+            learning_rate *= learning_rate_scale(whole)
+            for parameters in self._optimizer.param_groups:
+                parameters["lr"] = learning_rate
         norm = torch.nn.utils.clip_grad_norm_(self._policy.model.parameters(), self._config.learner.max_grad_norm)
         if not torch.isfinite(norm):
             raise RunFailed(f"the gradient of step {self._consumer.version + 1} is not finite: lower learner.lr")
         self._optimizer.step()
         self._schedule.step()
-        return self._record(groups, lags, concatenate(done), loss_sum, entropy_sum, float(norm), learning_rate)
+        record = self._record(groups, lags, measured, loss_sum, entropy_sum, float(norm), learning_rate)
+        beta = next_beta(self._config.objective.kl, self._spec.beta, self._consumer.version + 1, measured.kl_reference)
+        self._spec = replace(self._spec, beta=beta)
+        return record
 
-    def _policy_batch(self, batch: Microbatch, logprobs: torch.Tensor) -> PolicyBatch:
-        reference = self._policy.reference_logprobs(batch)
-        return PolicyBatch(
+    def _policy_batch(self, batch: Microbatch) -> tuple[PolicyBatch, torch.Tensor]:
+        reference: torch.Tensor | None
+        divergences = None
+        if self._spec.needs_divergence:
+            found, reference = self._policy.statistics(batch)
+            logprobs, entropies, divergences = found.logprobs, found.entropies.detach(), found.divergences
+        else:
+            logprobs, entropies = self._policy.logprobs(batch)
+            reference = self._policy.reference_logprobs(batch)
+        policy_batch = PolicyBatch(
             logprobs=logprobs,
             behavior_logprobs=batch.behavior_logprobs.to(self._device),
             reference_logprobs=reference,
-            proximal_logprobs=None,
+            # A batch is trained by one optimizer step, so pi is still the policy of the step's start: no forward.
+            proximal_logprobs=logprobs.detach() if self._spec.needs_proximal else None,
             loss_mask=torch.ones_like(logprobs, dtype=torch.bool),
             sequence=batch.sequence.to(self._device),
             rewards=batch.rewards.to(self._device),
             group=batch.group.to(self._device),
+            reference_divergence=divergences,
         )
+        return policy_batch, entropies
 
     def _lags(self, groups: Sequence[Group]) -> npt.NDArray[np.int64]:
         version, max_lag = self._consumer.version, self._config.admission.max_lag
@@ -188,7 +209,7 @@ class Learner:
         self,
         groups: Sequence[Group],
         lags: npt.NDArray[np.int64],
-        batch: PolicyBatch,
+        measured: Diagnostics,
         loss: float,
         entropy: float,
         norm: float,
@@ -197,7 +218,6 @@ class Learner:
         trained = [t for group in groups for t in scored(group)]
         tokens = len(lags)
         lags = lags if tokens else np.zeros(1, np.int64)
-        measured = diagnose(batch, self._spec)
         return StepRecord(
             step=0,
             policy_version=0,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError
 from counterflow.learner.batch import Microbatch
-from counterflow.learner.logprobs import token_logprobs
+from counterflow.learner.logprobs import Projection, TokenStatistics, token_logprobs, token_statistics
 
 
 def load_model(config: RunConfig, device: torch.device) -> torch.nn.Module:
@@ -61,10 +61,29 @@ class Policy:
         """Log-probs under the frozen reference, float32 [tokens]; None where there is no reference."""
         return None if self.reference is None else self._forward(self.reference, batch)[0]
 
+    def statistics(self, batch: Microbatch) -> tuple[TokenStatistics, Tensor]:
+        """Log-probs, entropies and full-vocabulary KL from the reference, with gradient; and the reference's log-probs.
+
+        All float32 [tokens]; one forward of each model.
+        """
+        assert self.reference is not None
+        targets = batch.targets.to(self._device)
+        with self._autocast():
+            with torch.no_grad():
+                frozen = self._project(self.reference, batch)
+                reference, _ = token_logprobs(frozen.hidden, frozen.head, targets, self._temperature)
+            return token_statistics(self._project(self.model, batch), targets, self._temperature, frozen), reference
+
     def _forward(self, model: torch.nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        with torch.autocast(self._device.type, self._precision, enabled=self._precision != torch.float32):
-            # Right padding comes after every real token, so that causal attention alone hides it.
-            hidden = model.base_model(input_ids=batch.input_ids.to(self._device), use_cache=False).last_hidden_state  # type: ignore[operator]
-            chosen = hidden.flatten(0, 1)[batch.predictors.to(self._device)]
-            head = model.get_output_embeddings()  # type: ignore[operator]
-            return token_logprobs(chosen, head, batch.targets.to(self._device), self._temperature)
+        with self._autocast():
+            last = self._project(model, batch)
+            return token_logprobs(last.hidden, last.head, batch.targets.to(self._device), self._temperature)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, self._precision, enabled=self._precision == torch.bfloat16)
+
+    def _project(self, model: torch.nn.Module, batch: Microbatch) -> Projection:
+        # Right padding comes after every real token, so that causal attention alone hides it.
+        output = model.base_model(input_ids=batch.input_ids.to(self._device), use_cache=False)  # type: ignore[operator]
+        chosen = output.last_hidden_state.flatten(0, 1)[batch.predictors.to(self._device)]
+        return Projection(chosen, model.get_output_embeddings())  # type: ignore[operator]

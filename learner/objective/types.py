@@ -1,4 +1,4 @@
-"""What flows through the objective: a batch of tokens, the choice of objective, and what is measured.
+"""What flows through the objective: a batch of tokens, and what is measured of it.
 
 The layout is flat: the tokens of whole sequences of whole groups lie one after the other, so a batch may be split at
 any group boundary. The order of sequences within `rewards` and `group` is the one that `sequence` counts.
@@ -6,10 +6,8 @@ any group boundary. The order of sequences within `rewards` and `group` is the o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ class PolicyBatch:
     """
 
     logprobs: Tensor
-    """Float [tokens]: log pi(y_t | s_t), current policy; the only tensor that carries gradient."""
+    """Float [tokens]: log pi(y_t | s_t), current policy; carries gradient."""
     behavior_logprobs: Tensor
     """Float [tokens]: log mu(y_t | s_t), of the distribution that the token was sampled from."""
     reference_logprobs: Tensor | None
@@ -39,9 +37,18 @@ class PolicyBatch:
     """Float [sequences]: the task's own rewards, never shaped."""
     group: Tensor
     """Int64 [sequences]: equal for the sequences of one prompt; any numbers."""
+    reference_divergence: Tensor | None = None
+    """Float [tokens]: sum_v pi(v | s_t) log (pi / ref)(v | s_t), for `rao_blackwell`; carries gradient."""
 
     def __post_init__(self) -> None:
-        for name in ("behavior_logprobs", "reference_logprobs", "proximal_logprobs", "loss_mask", "sequence"):
+        for name in (
+            "behavior_logprobs",
+            "reference_logprobs",
+            "proximal_logprobs",
+            "loss_mask",
+            "sequence",
+            "reference_divergence",
+        ):
             value = getattr(self, name)
             if value is not None and value.shape != self.logprobs.shape:
                 raise ValueError(
@@ -63,34 +70,6 @@ class PolicyBatch:
 
 
 @dataclass(frozen=True)
-class ObjectiveSpec:
-    """Which objective is optimised: where the KL term sits, how off-policy data is corrected, what the baseline is."""
-
-    beta: float
-    """Strength of KL(pi || ref); 0 leaves it out."""
-    correction: Literal["none", "truncated"] = "truncated"
-    """`truncated`: weights min(ratio, cap). `none`: every weight is 1, biased off-policy."""
-    level: Literal["token", "sequence"] = "token"
-    """The ratio of one token, or of its whole sequence."""
-    cap: float = 2.0
-    """Upper bound of a weight; inf does not truncate."""
-    estimator: Literal["k1"] = "k1"
-    """KL estimator of a token."""
-    placement: Literal["reward"] = "reward"
-    """Where the estimator sits."""
-    kl_return: Literal["whole", "to_go"] = "whole"
-    """Which tokens' KL a token answers for: all of its sequence's, or its own and later ones."""
-    advantage: Literal["rloo"] = "rloo"
-    """Baseline of a reward."""
-
-    def __post_init__(self) -> None:
-        if not (self.beta >= 0 and math.isfinite(self.beta)):
-            raise ValueError(f"ObjectiveSpec.beta is {self.beta}; it needs a finite number, 0 or more")
-        if not self.cap > 0:
-            raise ValueError(f"ObjectiveSpec.cap is {self.cap}; it needs a number above 0, or inf")
-
-
-@dataclass(frozen=True)
 class Diagnostics:
     """What one step's data says of the distance between the policies. Tokens are those of the mask."""
 
@@ -107,27 +86,13 @@ class Diagnostics:
     chi2: float
     """Mean of rho^2 over tokens, less 1."""
     truncated_weights: float
-    """Share of weights (tokens, or sequences at that level) that the cap made smaller."""
+    """Share of tokens whose weight or ratio the correction changed: capped, clipped or masked."""
     zero_signal_groups: float
     """Share of groups whose task rewards, before shaping, are all equal."""
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Float64 and float32 as they are, anything else as float32; gradients pass."""
-    return values if values.dtype in (torch.float32, torch.float64) else values.float()
-
-
-def sum_segments(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Sum of `values` [n] by `index` int64 [n]: float [count], 0 where a segment is empty."""
-    return values.new_zeros(count).index_add(0, index, values)
-
-
-def sum_before(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Sum of the earlier `values` [n] of the same segment: float [n]; `index` int64 [n] is non-decreasing."""
-    wide = values.double()
-    totals = sum_segments(wide, index, count)
-    segment_start = (totals.cumsum(0) - totals)[index]
-    return (wide.cumsum(0) - wide - segment_start).to(values.dtype)
+    lone_sequences: float
+    """Share of sequences that are alone in their group, so have no baseline and carry no policy gradient."""
+    bounded_exponents: float
+    """Number of tokens with an exponent so large that it was bounded, or so small that its weight is 0."""
 
 
 def concatenate(batches: Sequence[PolicyBatch]) -> PolicyBatch:
@@ -153,4 +118,5 @@ def concatenate(batches: Sequence[PolicyBatch]) -> PolicyBatch:
         sequence=torch.cat(sequences),
         rewards=torch.cat([batch.rewards for batch in batches]),
         group=torch.cat(groups),
+        reference_divergence=joined([batch.reference_divergence for batch in batches]),
     )

@@ -17,40 +17,88 @@ from counterflow.learner.objective import (
     advantages,
     concatenate,
     diagnose,
+    group_mean,
+    group_std,
     importance_weights,
     leave_one_out,
     policy_loss,
     token_losses,
 )
+from counterflow.learner.objective.diagnostics import remarks
 
-SPECS = [
+CORRECTIONS = ("ppo", "decoupled_ppo", "cispo", "gspo", "topr", "m2po", "sequence_mask", "vtrace")
+IN_REWARD = [
     ObjectiveSpec(beta=0.1, correction=correction, level=level, cap=cap, kl_return=kl_return)
     for (correction, level), cap, kl_return in itertools.product(
         [("none", "token"), ("truncated", "token"), ("truncated", "sequence")], (2.0, math.inf), ("whole", "to_go")
     )
 ]
+IN_REWARD += [
+    ObjectiveSpec(beta=0.1, correction=correction, level=level)
+    for correction, level in itertools.product(("importance", "masked"), ("token", "prefix", "sequence", "geometric"))
+]
+IN_REWARD += [ObjectiveSpec(beta=0.1, correction=correction) for correction in CORRECTIONS]
+IN_REWARD += [
+    ObjectiveSpec(beta=0.1, estimator=estimator, reward_weight=weight, kl_cap=cap, kl_return="to_go")
+    for estimator, weight, cap in itertools.product(
+        ("k1", "k3", "rao_blackwell"), ("none", "prefix", "per_decision", "sequence"), (2.0, math.inf)
+    )
+]
+IN_REWARD += [
+    ObjectiveSpec(beta=0.1, advantage=advantage, kl_return=kl_return, reward_weight=weight)
+    for advantage, kl_return, weight in itertools.product(
+        ("group_mean", "group_std"), ("whole", "to_go"), ("importance", "per_decision")
+    )
+]
+SPECS = [
+    *IN_REWARD,
+    *(
+        ObjectiveSpec(
+            beta=0.1,
+            estimator=estimator,
+            placement=placement,
+            loss_weight=weight,
+            differentiate_weight=moving,
+            kl_cap=cap,
+        )
+        for estimator, placement, (weight, moving), cap in itertools.product(
+            ("k1", "k2", "k3", "rao_blackwell"),
+            ("loss", "both"),
+            (("none", False), ("token", True), ("prefix", False), ("prefix", True), ("sequence", True)),
+            (2.0, math.inf),
+        )
+    ),
+    ObjectiveSpec(beta=0.1, advantage="plain", baseline=0.3),
+    ObjectiveSpec(beta=0.1, reduction="sequence_mean"),
+    ObjectiveSpec(beta=0.1, reduction="token_mean"),
+]
+OPTIONAL = ("reference_logprobs", "proximal_logprobs", "reference_divergence")
+LOGPROBS = ("logprobs", "behavior_logprobs", *OPTIONAL)
 
 
 def make_batch(lengths, group, seed=0, dtype=torch.float64):
     """Random sequences of `lengths` tokens, every one of them in the mask."""
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
-    logprobs, noise, reference = -torch.rand(3, tokens, dtype=torch.float64, generator=generator)
+    logprobs, noise, reference, proximal, divergence = -torch.rand(5, tokens, dtype=torch.float64, generator=generator)
     return PolicyBatch(
         logprobs=logprobs.to(dtype).requires_grad_(),
         behavior_logprobs=(logprobs + noise).to(dtype),
         reference_logprobs=(logprobs + reference).to(dtype),
-        proximal_logprobs=None,
+        proximal_logprobs=(logprobs + 0.1 * proximal).to(dtype),
         loss_mask=torch.ones(tokens, dtype=torch.bool),
         sequence=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         rewards=torch.randint(0, 2, (len(lengths),), generator=generator).to(dtype),
         group=torch.tensor(group),
+        reference_divergence=(-divergence).to(dtype).requires_grad_(),
     )
 
 
 def gradient(batch, spec, normalizer=10.0):
-    (found,) = torch.autograd.grad(policy_loss(batch, spec, normalizer), batch.logprobs)
-    return found
+    """In the log-probs, and in the full-vocabulary KLs, which have their own way to the weights: float [2, tokens]."""
+    leaves = (batch.logprobs, batch.reference_divergence)
+    loss = policy_loss(batch, spec, normalizer)
+    return torch.stack(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
 
 
 def part(batch, chosen_groups):
@@ -62,15 +110,16 @@ def part(batch, chosen_groups):
         logprobs=batch.logprobs.detach()[tokens].requires_grad_(),
         behavior_logprobs=batch.behavior_logprobs[tokens],
         reference_logprobs=batch.reference_logprobs[tokens],
-        proximal_logprobs=None,
+        proximal_logprobs=batch.proximal_logprobs[tokens],
         loss_mask=batch.loss_mask[tokens],
         sequence=renumbered[batch.sequence[tokens]],
         rewards=batch.rewards[sequences],
         group=batch.group[sequences],
+        reference_divergence=batch.reference_divergence.detach()[tokens].requires_grad_(),
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), spec=st.sampled_from(SPECS))
 def test_gradient_does_not_depend_on_the_split(data, spec):
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
@@ -83,7 +132,7 @@ def test_gradient_does_not_depend_on_the_split(data, spec):
     parts = []
     for microbatch in sorted(set(owner)):
         tokens, piece = part(batch, [7 * number for number, owned in enumerate(owner) if owned == microbatch])
-        pieces[tokens] = gradient(piece, spec)
+        pieces[:, tokens] = gradient(piece, spec)
         parts.append(piece)
     torch.testing.assert_close(pieces, whole, atol=1e-12, rtol=0)
     together, alone = diagnose(concatenate(parts), spec), diagnose(batch, spec)
@@ -103,21 +152,19 @@ def test_masked_tokens_contribute_exactly_nothing(spec, rubbish):
         out[~dirty_at] = values.detach()
         return out
 
-    for dirty in ("logprobs", "behavior_logprobs", "reference_logprobs"):
-        fillers = {dirty: rubbish}
+    for dirty in LOGPROBS:
+        fillers = dict.fromkeys(LOGPROBS, -1.0) | {dirty: rubbish}
+        values = {name: interleave(getattr(clean, name), fillers[name]) for name in LOGPROBS}
         batch = PolicyBatch(
-            logprobs=interleave(clean.logprobs, fillers.get("logprobs", -1.0)).requires_grad_(),
-            behavior_logprobs=interleave(clean.behavior_logprobs, fillers.get("behavior_logprobs", -1.0)),
-            reference_logprobs=interleave(clean.reference_logprobs, fillers.get("reference_logprobs", -1.0)),
-            proximal_logprobs=None,
+            **(values | {name: values[name].requires_grad_() for name in ("logprobs", "reference_divergence")}),
             loss_mask=~dirty_at,
             sequence=clean.sequence[position].repeat_interleave(2),
             rewards=clean.rewards,
             group=clean.group,
         )
         found = gradient(batch, spec)
-        assert torch.equal(found[dirty_at], torch.zeros(8, dtype=torch.float64))
-        torch.testing.assert_close(found[~dirty_at], gradient(clean, spec), atol=1e-15, rtol=0)
+        assert found[:, dirty_at].eq(0).all()
+        torch.testing.assert_close(found[:, ~dirty_at], gradient(clean, spec), atol=1e-15, rtol=1e-14)
         assert torch.equal(token_losses(batch, spec)[dirty_at], torch.zeros(8, dtype=torch.float64))
         assert importance_weights(batch, spec)[dirty_at].eq(0).all()
         assert dataclasses.astuple(diagnose(batch, spec)) == pytest.approx(dataclasses.astuple(diagnose(clean, spec)))
@@ -132,11 +179,12 @@ def test_ratios_of_e_to_the_89_stay_finite(spec, dtype):
             logprobs=torch.tensor([-2.0, -2.0, -62.0, -0.1], dtype=dtype, requires_grad=True),
             behavior_logprobs=torch.tensor([-91.0, -91.0, -0.1, -0.1], dtype=dtype),
             reference_logprobs=torch.tensor([reference, -2.0, -0.5, -0.1], dtype=dtype),
-            proximal_logprobs=None,
+            proximal_logprobs=torch.tensor([-2.0, -91.0, -62.0, -0.1], dtype=dtype),
             loss_mask=torch.ones(4, dtype=torch.bool),
             sequence=torch.tensor([0, 0, 1, 1]),
             rewards=torch.tensor([1.0, 0.0], dtype=dtype),
             group=torch.tensor([0, 0]),
+            reference_divergence=torch.tensor([60.0, 0.0, 0.1, 0.0], dtype=dtype, requires_grad=True),
         )
         assert torch.isfinite(token_losses(batch, spec)).all()
         assert torch.isfinite(gradient(batch, spec)).all()
@@ -161,7 +209,9 @@ def test_half_precision_is_computed_in_float32():
         logprobs=batch.logprobs.detach().float().requires_grad_(),
         behavior_logprobs=batch.behavior_logprobs.float(),
         reference_logprobs=batch.reference_logprobs.float(),
+        proximal_logprobs=batch.proximal_logprobs.float(),
         rewards=batch.rewards.float(),
+        reference_divergence=batch.reference_divergence.detach().float().requires_grad_(),
     )
     for spec in SPECS:
         assert torch.equal(policy_loss(batch, spec, 10.0), policy_loss(wide, spec, 10.0))
@@ -189,7 +239,7 @@ def test_empty_response_counts_in_the_baseline():
     batch = dataclasses.replace(batch, rewards=torch.tensor([0.0, 3.0, 0.0], dtype=torch.float64))
     spec = ObjectiveSpec(beta=0, correction="none")
     assert advantages(batch, spec).tolist() == [-1.5] * 5
-    torch.testing.assert_close(gradient(batch, spec, 1.0), torch.full((5,), 1.5, dtype=torch.float64))
+    torch.testing.assert_close(gradient(batch, spec, 1.0)[0], torch.full((5,), 1.5, dtype=torch.float64))
 
 
 def test_batch_without_a_single_token_has_zero_loss():
@@ -203,8 +253,12 @@ def test_groups_may_be_incomplete_and_a_group_of_one_teaches_nothing():
     rewards = torch.tensor([1.0, 0.0, 0.0, 5.0, 1.0, 0.0])
     group = torch.tensor([4, 4, 4, 9, 2, 2])
     assert leave_one_out(rewards, group).tolist() == [1.0, -0.5, -0.5, 0.0, 1.0, -1.0]
-    for spec in SPECS:
-        assert torch.equal(gradient(make_batch([3], [8]), spec), torch.zeros(3, dtype=torch.float64))
+    for spec in IN_REWARD:
+        lone = make_batch([3], [8])
+        assert torch.equal(gradient(lone, spec), torch.zeros(2, 3, dtype=torch.float64))
+        measured = diagnose(lone, spec)
+        assert measured.lone_sequences == 1
+        assert any("alone in their group" in remark for remark in remarks(measured))
 
 
 def test_return_to_go_leaves_out_the_past_of_its_own_sequence_only():
@@ -272,3 +326,111 @@ def test_misshapen_input_is_refused():
         ObjectiveSpec(beta=-1.0)
     with pytest.raises(ValueError, match="cap"):
         ObjectiveSpec(beta=0.0, cap=0.0)
+
+
+def test_equal_rewards_under_std_leave_the_kl_term_at_its_own_scale():
+    """The trap: normalised after shaping, a group of equal rewards is KL noise of unit variance, whatever beta is."""
+    batch = make_batch([3, 2, 4], [0, 0, 0])
+    batch = dataclasses.replace(batch, rewards=torch.ones(3, dtype=torch.float64))
+    faint, strong = (advantages(batch, ObjectiveSpec(beta=beta, advantage="group_std")) for beta in (1e-6, 1e-2))
+    assert 0 < faint.abs().max() < 1e-5
+    torch.testing.assert_close(strong, 1e4 * faint)
+    alone = advantages(batch, ObjectiveSpec(beta=0, advantage="group_std"))
+    assert alone.eq(0).all()
+    measured = diagnose(batch, ObjectiveSpec(beta=1e-6, advantage="group_std"))
+    assert measured.zero_signal_groups == 1
+    assert any("equal task rewards" in remark for remark in remarks(measured))
+
+
+def test_std_normalises_the_task_reward_only():
+    batch = make_batch([3, 2, 4], [0, 0, 0])
+    rewards = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
+    batch = dataclasses.replace(batch, rewards=rewards)
+    plain = group_std(rewards, batch.group)[batch.sequence]
+    kl = advantages(batch, ObjectiveSpec(beta=0.5)) - advantages(batch, ObjectiveSpec(beta=0.0))
+    torch.testing.assert_close(advantages(batch, ObjectiveSpec(beta=0.5, advantage="group_std")), plain + kl)
+    torch.testing.assert_close(plain.std(), advantages(batch, ObjectiveSpec(beta=0, advantage="group_std")).std())
+
+
+def test_group_mean_is_leave_one_out_shrunk():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 5.0, 1.0, 0.0])
+    group = torch.tensor([4, 4, 4, 9, 2, 2])
+    size = torch.tensor([3, 3, 3, 1, 2, 2])
+    torch.testing.assert_close(group_mean(rewards, group), leave_one_out(rewards, group) * (1 - 1 / size))
+    assert group_std(rewards, group)[3] == 0
+
+
+def test_plain_baseline_is_taken_from_every_reward_even_alone():
+    batch = make_batch([2, 1], [3, 4])
+    spec = ObjectiveSpec(beta=0, advantage="plain", baseline=0.25)
+    torch.testing.assert_close(advantages(batch, spec), (batch.rewards - 0.25)[batch.sequence])
+
+
+@pytest.mark.parametrize(("current", "reference", "clamped"), [(-2.0, -62.0, 0), (-62.0, -2.0, 1)])
+def test_a_reference_sixty_nats_away_keeps_its_pull_and_is_told(current, reference, clamped):
+    """60 nats below pi nothing overflows; 60 above, ref / pi does in float32, and the token is still pulled."""
+    batch = PolicyBatch(
+        logprobs=torch.tensor([current, -0.5], requires_grad=True),
+        behavior_logprobs=torch.tensor([current, -0.5]),
+        reference_logprobs=torch.tensor([reference, -0.5]),
+        proximal_logprobs=None,
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        sequence=torch.tensor([0, 1]),
+        rewards=torch.zeros(2),
+        group=torch.tensor([0, 0]),
+    )
+    for estimator, placement in itertools.product(("k1", "k2", "k3"), ("reward", "loss", "both")):
+        spec = ObjectiveSpec(beta=0.1, estimator=estimator, placement=placement)
+        loss = policy_loss(batch, spec, 1.0)
+        (slope,) = torch.autograd.grad(loss, batch.logprobs)
+        measured = diagnose(batch, spec)
+        assert torch.isfinite(loss) and torch.isfinite(slope).all()
+        # k3 in both is r - 1 + k1 from the reward and 1 - r from the loss: past float32, only the remark is left.
+        assert slope[0] != 0 or (estimator, placement, clamped) == ("k3", "both", 1)
+        assert measured.bounded_exponents == (clamped if estimator == "k3" else 0)
+        assert any("clamped" in remark for remark in remarks(measured)) == bool(measured.bounded_exponents)
+
+
+def test_a_ratio_of_e_to_the_89_is_told():
+    batch = make_batch([2, 3], [0, 0], dtype=torch.float32)
+    behavior = batch.behavior_logprobs.clone()
+    behavior[0] = -91.0
+    batch = dataclasses.replace(batch, behavior_logprobs=behavior)
+    assert diagnose(batch, ObjectiveSpec(beta=0.1)).bounded_exponents == 1
+    assert diagnose(batch, ObjectiveSpec(beta=0.1, level="prefix")).bounded_exponents == 2
+    assert diagnose(batch, ObjectiveSpec(beta=0.1, correction="none")).bounded_exponents == 0
+
+
+def test_weights_that_vanish_are_told():
+    """A product over 4,096 tokens that mu found likelier is 0 in float32: no gradient, and not in silence."""
+    batch = make_batch([4096, 3], [0, 0], dtype=torch.float32)
+    batch = dataclasses.replace(batch, behavior_logprobs=batch.logprobs.detach() + 0.1)
+    spec = ObjectiveSpec(beta=0.1, correction="importance", level="prefix")
+    weights = importance_weights(batch, spec)
+    measured = diagnose(batch, spec)
+    assert weights[4095] == 0
+    assert measured.bounded_exponents == pytest.approx(4096 - 873, abs=2)
+    assert any("or is 0" in remark for remark in remarks(measured))
+    assert diagnose(batch, ObjectiveSpec(beta=0.1)).bounded_exponents == 0
+
+
+def test_running_products_of_four_thousand_tokens_are_those_of_float64():
+    batch = make_batch([4096, 7], [0, 0], dtype=torch.float32)
+    ratios = (batch.logprobs.detach() - batch.behavior_logprobs).double()
+    small = dataclasses.replace(batch, behavior_logprobs=(batch.logprobs.detach() - 1e-3).float())
+    weights = importance_weights(small, ObjectiveSpec(beta=0, correction="importance", level="prefix"))
+    expected = (small.logprobs.detach() - small.behavior_logprobs).double()[:4096].cumsum(0).exp()
+    torch.testing.assert_close(weights[:4096].double(), expected, rtol=1e-5, atol=0)
+    assert ratios.shape == (4103,)
+    for spec in SPECS:
+        assert torch.isfinite(gradient(batch, spec)).all()
+
+
+def test_float32_split_agrees_to_a_millionth():
+    batch = make_batch([5, 3, 4, 6], [0, 0, 1, 1], dtype=torch.float32)
+    for spec in SPECS:
+        whole, pieces = gradient(batch, spec), torch.full((2, 18), math.nan)
+        for chosen in ([0], [1]):
+            tokens, piece = part(batch, chosen)
+            pieces[:, tokens] = gradient(piece, spec)
+        torch.testing.assert_close(pieces, whole, atol=1e-6, rtol=1e-6)
