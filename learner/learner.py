@@ -153,7 +153,7 @@ class Learner:
             loss = policy_loss(policy_batch, self._spec, scale)
             loss.backward()  # type: ignore[no-untyped-call]
             done.append(policy_batch)
-            loss_sum += float(loss)
+            loss_sum += float(loss.detach())
             entropy_sum += float(entropies.sum())
         whole = concatenate(done)
         measured = diagnose(whole, self._spec)

@@ -159,7 +159,7 @@ def test_summary_of_a_whole_run_is_json() -> None:
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     assert set(summary) == {
         "status", "reason", "steps", "policy_version", "heldout_before", "heldout_after", "ledger", "lag", "busy",
-        "tokens_generated", "tokens_trained", "wall_s", "overlap", "max_lag", "seed",
+        "tokens_generated", "tokens_trained", "wall_s", "overlap", "max_lag", "seed", "reward_failures",
     }  # fmt: skip
     assert summary["heldout_before"]["rate"] == 0.4
     assert summary["heldout_after"]["successes"] == 70
