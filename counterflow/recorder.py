@@ -25,6 +25,8 @@ Status: TypeAlias = Literal["completed", "interrupted", "failed"]
 Record = TypeVar("Record", StepRecord, EvaluationRecord, Interval)
 Span: TypeAlias = tuple[float, float]
 
+GAP_S = 1e-3
+"""Two intervals of one activity that lie no further apart are one."""
 LEARNER_BUSY = frozenset({"train", "stage"})
 ACTOR_BUSY = frozenset({"generate", "evaluate", "update"})
 ARROW_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), list[int]: pa.list_(pa.int64())}
@@ -49,7 +51,8 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.records = RunRecords([], [], [])
-        self._written: dict[str, int] = {}
+        self._written: dict[str, tuple[int, object]] = {}
+        self._latest: dict[tuple[str, str], int] = {}
 
     def add_step(self, record: StepRecord) -> None:
         """Keep one optimizer step."""
@@ -60,8 +63,16 @@ class Recorder:
         self.records.evaluations.append(record)
 
     def add_intervals(self, intervals: Iterable[Interval]) -> None:
-        """Keep what processes did and when."""
-        self.records.intervals.extend(intervals)
+        """Keep what processes did and when; one that goes on where the last of its kind ended makes that one longer."""
+        kept = self.records.intervals
+        for interval in intervals:
+            kind = (interval.owner, interval.activity)
+            at = self._latest.get(kind)
+            if at is not None and 0 <= interval.start_s - kept[at].end_s < GAP_S:
+                kept[at] = dataclasses.replace(kept[at], end_s=interval.end_s)
+            else:
+                self._latest[kind] = len(kept)
+                kept.append(interval)
 
     def flush(self) -> None:
         """Write every file that has new records; a reader sees the old file or the new one, never a part."""
@@ -70,7 +81,8 @@ class Recorder:
         self._write("timeline", Interval, self.records.intervals)
 
     def _write(self, name: str, kind: type[Record], records: Sequence[Record]) -> None:
-        if self._written.get(name) == len(records):
+        state = (len(records), records[-1] if records else None)
+        if self._written.get(name) == state:
             return
         columns = {
             field.name: [getattr(record, field.name) for record in records] for field in dataclasses.fields(kind)
@@ -78,7 +90,7 @@ class Recorder:
         temporary = self.folder / f".{name}.parquet.tmp"
         pq.write_table(pa.table(columns, schema=SCHEMAS[kind]), temporary)
         temporary.replace(self.folder / f"{name}.parquet")
-        self._written[name] = len(records)
+        self._written[name] = state
 
 
 def read_run(folder: Path) -> RunRecords:

@@ -7,6 +7,7 @@ trajectories flow past it, through the buffer.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +27,14 @@ from counterflow.learner.learner import Learner, StepResult
 from counterflow.learner.objective_choice import check_objective
 from counterflow.metrics import Metrics
 from counterflow.processes import terminate_like_interrupt
-from counterflow.recorder import Status, wilson
+from counterflow.recorder import wilson
 from counterflow.records import EvaluationRecord, Interval, Ledger
 from counterflow.telemetry import Telemetry
 from counterflow.weight_sync.delivery import Delivery, Load
 from counterflow.weight_sync.publisher import StagedVersion, slot_paths
 
 _WATCH_S = 1.0
+_FLUSH_TICKS = 10
 _ANSWER_TIMEOUT_S = 60.0
 _FAREWELL_S = 1.0
 _HOPELESS_STEPS = 10
@@ -56,8 +58,6 @@ def run(config: RunConfig) -> Path:
         display = stack.enter_context(Display(config.run.steps))
         display.note(f"starting Ray; metrics at {metrics.url}")
         telemetry: Telemetry | None = None
-        status: Status = "failed"
-        reason: str | None = None
         try:
             with connect(config) as cluster, terminate_like_interrupt():
                 folder = preflight.make_run_folder(config)
@@ -67,18 +67,15 @@ def run(config: RunConfig) -> Path:
                 for warning in warnings:
                     telemetry.note(f"warning: {warning}")
                 asyncio.run(Run(config, origin, task, folder, telemetry).supervise(cluster))
-            status = "completed"
-        except KeyboardInterrupt:
-            reason = "stopped by the user"
-            status = "interrupted"
+        except (KeyboardInterrupt, Exception) as error:
+            # What the run died of matters more than a report that cannot be written.
+            with suppress(Exception):
+                if telemetry is not None and isinstance(error, KeyboardInterrupt):
+                    telemetry.finish("interrupted", "stopped by the user")
+                elif telemetry is not None:
+                    telemetry.finish("failed", str(error))
             raise
-        except Exception as error:
-            reason = str(error)
-            raise
-        finally:
-            if telemetry is not None:
-                report = telemetry.finish(status, reason)
-    return report
+        return telemetry.finish("completed", None)
 
 
 class Run:
@@ -230,14 +227,15 @@ class Run:
 
     async def _watch(self, address: Address, delivery: Delivery) -> None:
         """See again and again that all goes well; what does not ends the run, with its reason."""
-        while True:
+        for tick in itertools.count(1):
             await asyncio.sleep(_WATCH_S)
             delivery.raise_failure()
             await self._observe_actors()
             ledger = await asyncio.to_thread(read_ledger, address, self.origin.run_id)
             self.telemetry.ledger(ledger)
             self._give_up_if_hopeless(ledger)
-            self.telemetry.flush()
+            if tick % _FLUSH_TICKS == 0:
+                self.telemetry.flush()
 
     def _give_up_if_hopeless(self, ledger: Ledger) -> None:
         dropped = sum(ledger.dropped.values()) - self._dropped_by_last_step
