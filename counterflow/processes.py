@@ -92,6 +92,18 @@ def descendants() -> set[psutil.Process]:
     return set()
 
 
+def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Files of Python's shared memory and semaphores that these processes have mapped. Empty outside Linux."""
+    found = set()
+    for process in processes:
+        with suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                path = Path(line.rpartition(" ")[2])
+                if path.parent == Path("/dev/shm") and path.name.startswith(("psm_", "sem.mp-")):
+                    found.add(path)
+    return found
+
+
 def end(processes: Iterable[psutil.Process], grace_s: float) -> None:
     """See that these processes end: ask, wait at most `grace_s` seconds, then kill.
 

