@@ -71,8 +71,7 @@ class RolloutActor:
     ) -> None:
         if cores:
             pin(cores)
-        self._config, self._origin, self._started_at = config, origin, started_at
-        self._name = f"actor {index}"
+        self._config, self._origin = config, origin
         self._schema = origin.schema()
         self._tokenizer = AutoTokenizer.from_pretrained(
             config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
@@ -90,8 +89,7 @@ class RolloutActor:
         self._engine: Engine | None = None
         self._loop_task: asyncio.Task[None] | None = None
         self._new_version = asyncio.Event()
-        self._busy = BusyClock(self._name, started_at)
-        self._groups_done = 0
+        self._busy = BusyClock(f"actor {index}", started_at)
         self._last_error: str | None = None
 
     async def start(self, paths: Sequence[Path], layout: Layout) -> None:
@@ -202,7 +200,6 @@ class RolloutActor:
             await self._producer.fail(lease.admission, tokens)
             return
         await self._producer.add(lease.admission, group.response_tokens, payload, lease.attempt)
-        self._groups_done += 1
 
     def _prompt(self, admission: int) -> Prompt:
         return self._task.train[prompt_index(admission, len(self._task.train), self._config.run.seed)]

@@ -57,8 +57,6 @@ class Entry:
     entry_id: bytes
     group: Group
     tokens: int
-    arrived_at: float
-    """Monotonic clock of the learner when it read the entry, seconds."""
 
 
 def _script(name: str) -> str:
@@ -232,7 +230,7 @@ class Consumer:
         except EntryError as error:
             self._quarantine(entry_id, values, str(error))
             return
-        self._arrived[group.admission] = Entry(entry_id, group, group.response_tokens, time.monotonic())
+        self._arrived[group.admission] = Entry(entry_id, group, group.response_tokens)
 
     def _quarantine(self, entry_id: bytes, values: dict[bytes, bytes], detail: str) -> None:
         k, n, tokens = self._keys, values.get(b"n", b""), values.get(b"tokens", b"0")

@@ -118,9 +118,6 @@ def connect(config: RunConfig) -> Iterator[Cluster]:
     """
     wanted, local = bundles(config), config.run.ray_address == "local"
     cores = processes.usable_cores()
-    if local:
-        # Before anything is started. GPUs are counted by Ray below.
-        check_room([Bundle(b.owner, b.cpus, 0) for b in wanted], [Node(len(cores), 0)])
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray would run its workers at niceness 15: any other program of the user would starve the run.

@@ -11,6 +11,7 @@ import pytest
 from counterflow.buffer.connection import Address
 from counterflow.buffer.server import embedded_server
 from counterflow.buffer.trajectory import Group, Origin, Trajectory, VersionSpan
+from counterflow.models import sums_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -30,21 +31,15 @@ def origin(tmp_path: Path) -> Origin:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a random Llama of 0.6 M parameters and a tokenizer of one token a character."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("tiny-model")
-    symbols = ["<pad>", "<eos>", "<unk>", *"0123456789+= "]
-    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    ).save_pretrained(folder)
+    tokenizer = sums_tokenizer()
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(symbols),
+            vocab_size=len(tokenizer),
             hidden_size=128,
             num_hidden_layers=3,
             num_attention_heads=4,

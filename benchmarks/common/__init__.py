@@ -67,16 +67,11 @@ SMOLLM2_135M = Shape(49_152, 576, 30, 9, 3, 1_536)
 def random_model(folder: Path, shape: Shape, dtype: str) -> Path:
     """Write a random model of this shape, with a tokenizer of one token a character, to `folder`."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    symbols = ["<pad>", "<eos>", "<unk>", *"0123456789+= "]
-    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    ).save_pretrained(folder)
+    from counterflow.models import sums_tokenizer
+
+    sums_tokenizer().save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         **asdict(shape),
