@@ -111,6 +111,23 @@ class Origin:
 
 def encode(group: Group, schema: pa.Schema) -> bytes:
     """Encode a group as one Arrow IPC stream. `schema` comes from `Origin.schema`."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as writer:
+        writer.write_batch(to_batch(group, schema))
+    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+
+def decode(payload: bytes, origin: Origin) -> Group:
+    """Decode what `encode` made, without copying token ids and log-probs.
+
+    Raises:
+        EntryError: the bytes are not a group of this schema version and origin, or its lists do not fit together.
+    """
+    return from_batch(read_batch(payload, origin))
+
+
+def to_batch(group: Group, schema: pa.Schema) -> pa.RecordBatch:
+    """The group as a record batch, one row a trajectory. `schema` comes from `Origin.schema`."""
     rows = group.trajectories
     count = len(rows)
     spans = [len(t.version_spans) for t in rows]
@@ -140,18 +157,14 @@ def encode(group: Group, schema: pa.Schema) -> bytes:
         "started_at": pa.array([group.started_at_us] * count, SCHEMA.field("started_at").type),
         "finished_at": pa.array([group.finished_at_us] * count, SCHEMA.field("finished_at").type),
     }
-    batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+    return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
-def decode(payload: bytes, origin: Origin) -> Group:
-    """Decode what `encode` made, without copying token ids and log-probs.
+def read_batch(payload: bytes, origin: Origin) -> pa.RecordBatch:
+    """The record batch in a payload, its columns views of the payload.
 
     Raises:
-        EntryError: the bytes are not a group of this schema version and origin, or its lists do not fit together.
+        EntryError: the bytes are not a valid record batch of this schema version and origin.
     """
     try:
         with pa.ipc.open_stream(pa.py_buffer(payload)) as reader:
@@ -160,6 +173,15 @@ def decode(payload: bytes, origin: Origin) -> Group:
             batch.validate(full=True)
     except (pa.ArrowException, StopIteration, OSError, UnicodeDecodeError) as error:
         raise EntryError(f"not an Arrow group: {error or type(error).__name__}") from error
+    return batch
+
+
+def from_batch(batch: pa.RecordBatch) -> Group:
+    """The group in a record batch of `SCHEMA`, its token ids and log-probs views of the batch.
+
+    Raises:
+        EntryError: the batch's lists do not fit together.
+    """
     if batch.num_rows == 0:
         raise EntryError("the group has no trajectory")
     prompts = _arrays(batch.column("prompt_token_ids"))
