@@ -7,6 +7,7 @@ the buffer, finished groups flow out to it; the supervisor sends weights and eva
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -21,11 +22,12 @@ from transformers import AutoTokenizer
 from counterflow.actors.rewards import RewardPool
 from counterflow.actors.tasks import Prompt, TaskSet, prompt_index
 from counterflow.buffer.admission import open_groups
+from counterflow.buffer.codec import encode
 from counterflow.buffer.connection import Address
-from counterflow.buffer.store import Lease, Producer
-from counterflow.buffer.trajectory import Group, Origin, Trajectory, encode
+from counterflow.buffer.producer import Capacity, Closed, Lease, Producer
+from counterflow.buffer.trajectory import Group, Origin, Trajectory
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import RunFailed
+from counterflow.errors import BufferUnavailable, RunFailed
 from counterflow.processes import pin
 from counterflow.records import Interval
 from counterflow.weight_sync.layout import Layout
@@ -47,6 +49,8 @@ class ActorState:
     """Why a group failed, if one did since it was last asked."""
     intervals: list[Interval]
     """What it did since it was last asked."""
+    admission_closed: str | None
+    """Why it may start no more groups now: `lag_budget` or `full`."""
 
 
 class RolloutActor:
@@ -82,7 +86,9 @@ class RolloutActor:
         self._producer = Producer(
             address,
             origin.run_id,
-            capacity_groups=config.buffer.capacity_groups,
+            capacity=Capacity(
+                config.buffer.capacity_groups, config.buffer.capacity_bytes, config.admission.groups_per_step
+            ),
             lease_s=admission.lease_s,
             attempts=admission.attempts,
         )
@@ -91,6 +97,7 @@ class RolloutActor:
         self._new_version = asyncio.Event()
         self._busy = BusyClock(f"actor {index}", started_at)
         self._last_error: str | None = None
+        self._closed: Closed | None = None
 
     async def start(self, paths: Sequence[Path], layout: Layout) -> None:
         """Start the engine and connect it to the staged weights."""
@@ -130,7 +137,8 @@ class RolloutActor:
         if self._loop_task is not None and self._loop_task.done() and not self._loop_task.cancelled():
             self._loop_task.result()
         error, self._last_error = self._last_error, None
-        return ActorState(dict(self._rewards.failures), error, self._busy.drain())
+        closed = self._closed.name.lower() if self._closed else None
+        return ActorState(dict(self._rewards.failures), error, self._busy.drain(), closed)
 
     async def stop(self) -> None:
         """Stop generating and end the engine's and the reward pool's processes."""
@@ -148,18 +156,16 @@ class RolloutActor:
 
     async def _generate_groups(self) -> None:
         limit = self._config.actors.groups_in_flight
-        admission, run = self._config.admission, self._config.run
-        total = run.steps * admission.groups_per_step
+        admission, uses = self._config.admission, self._config.buffer.uses
+        total = math.ceil(self._config.run.steps / uses) * admission.groups_per_step
         running: set[asyncio.Task[None]] = set()
         try:
             while True:
-                while len(running) < limit:
+                if len(running) < limit:
                     self._new_version.clear()
-                    opened = open_groups(self._ready.version, admission.max_lag, admission.groups_per_step, total)
-                    lease = await self._producer.admit(opened)
-                    if lease is None:
-                        break
-                    running.add(asyncio.create_task(self._generate_group(lease)))
+                    opened = open_groups(self._ready.version, admission.max_lag, admission.groups_per_step, total, uses)
+                    leases, self._closed = await self._producer.admit(opened, limit - len(running))
+                    running.update(asyncio.create_task(self._generate_group(lease)) for lease in leases)
                 await self._wait_for_room(running, limit)
                 for task in [t for t in running if t.done()]:
                     running.remove(task)
@@ -191,15 +197,13 @@ class RolloutActor:
             if all(reward is None for reward in rewards):
                 raise ValueError(f"every reward failed: {self._rewards.last_error}")
             group = self._group(lease, prompt, completions, rewards, started_at)
-            payload = encode(group, self._schema)
-        except RunFailed:
+            await self._producer.add(lease, group.response_tokens, encode(group, self._schema))
+        except (RunFailed, BufferUnavailable):
             raise
         except Exception as error:
             # One bad group must not end the actor: the lease goes back, the reason is kept and counted.
             self._last_error = f"group {lease.admission}, attempt {lease.attempt}: {type(error).__name__}: {error}"
-            await self._producer.fail(lease.admission, tokens)
-            return
-        await self._producer.add(lease.admission, group.response_tokens, payload, lease.attempt)
+            await self._producer.fail(lease, tokens)
 
     def _prompt(self, admission: int) -> Prompt:
         return self._task.train[prompt_index(admission, len(self._task.train), self._config.run.seed)]

@@ -16,7 +16,7 @@ from common import SMOLLM2_135M, TINY, Row, Shape, arguments, compare, publish, 
 
 from counterflow import preflight
 from counterflow.actors.rollout import RolloutActor
-from counterflow.buffer.server import embedded_server
+from counterflow.buffer.server import EmbeddedServer
 from counterflow.buffer.store import Lease, read_ledger
 from counterflow.cluster import bundles, connect
 from counterflow.configs.schema import RunConfig
@@ -90,7 +90,8 @@ def measure(folder: Path, shape: Shape, dtype: str, groups: int, tokens: int) ->
         }
     )
     origin, task, _ = preflight.check(config)
-    with embedded_server(folder / "buffer", 10.0) as address, connect(config) as cluster:
+    with EmbeddedServer(folder / "buffer", 10.0) as server, connect(config) as cluster:
+        address = server.address
         actor = cluster.spawn(
             MeasuredActor, bundles(config)[1], 1, 0, task, config, address, origin, time.time(), cluster.cores(1)
         )

@@ -1,22 +1,29 @@
--- Append a finished group, once: only the holder of a lease finds one to give up.
--- KEYS: state, leases, attempts, stream, added   ARGV: n, tokens, payload, attempt
--- Returns 1 when this attempt's group is the one appended, 0 when another's is there already (counted as a duplicate).
--- `added` holds, for each group on the stream, the attempts that came with it, the appended one first: a call repeated
--- after its reply was lost counts nothing again.
-local came = redis.call('HGET', KEYS[5], ARGV[1]) or ''
-if string.find(came, ' ' .. ARGV[4] .. ' ', 1, true) then
-  return string.match(came, '%d+') == ARGV[4] and 1 or 0
+#!lua
+-- Append a finished group, once: only while a lease on it is out.
+-- KEYS: state, leases, attempts, stream, buffered, answered   ARGV: n, attempt, tokens, payload, remembered answers
+-- Returns 1 when this attempt's group is the one kept, 0 when another's was there before (counted as a duplicate).
+-- `answered` remembers the latest answers, so that a call repeated after its reply was lost changes nothing.
+local state, leases, attempts, stream, buffered, answered = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local n, attempt, tokens, payload = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local call = 'add:' .. n .. ':' .. attempt .. ':'
+if redis.call('ZSCORE', answered, call .. '1') then return 1 end
+if redis.call('ZSCORE', answered, call .. '0') then return 0 end
+
+local kept = redis.call('ZREM', leases, n)
+redis.call('HINCRBY', state, 'tokens_generated', tokens)
+if kept == 1 then
+  local id = redis.call('XADD', stream, '*', 'n', n, 'tokens', tokens, 'payload', payload)
+  redis.call('HDEL', attempts, n)
+  redis.call('HSET', buffered, n, id .. ' ' .. tokens .. ' ' .. #payload)
+  redis.call('HINCRBY', state, 'added', 1)
+  redis.call('HINCRBY', state, 'bytes_added', #payload)
+  redis.call('HINCRBY', state, 'bytes_buffered', #payload)
+  redis.call('HINCRBY', state, 'tokens_buffered', tokens)
+else
+  redis.call('HINCRBY', state, 'generated', 1)
+  redis.call('HINCRBY', state, 'dropped:duplicate', 1)
+  redis.call('HINCRBY', state, 'tokens_dropped:duplicate', tokens)
 end
-redis.call('HINCRBY', KEYS[1], 'tokens_generated', ARGV[2])
-if redis.call('ZREM', KEYS[2], ARGV[1]) == 0 then
-  if came ~= '' then redis.call('HSET', KEYS[5], ARGV[1], came .. ARGV[4] .. ' ') end
-  redis.call('HINCRBY', KEYS[1], 'generated', 1)
-  redis.call('HINCRBY', KEYS[1], 'dropped:duplicate', 1)
-  redis.call('HINCRBY', KEYS[1], 'tokens_dropped:duplicate', ARGV[2])
-  return 0
-end
-redis.call('HDEL', KEYS[3], ARGV[1])
-redis.call('HSET', KEYS[5], ARGV[1], ' ' .. ARGV[4] .. ' ')
-redis.call('HINCRBY', KEYS[1], 'tokens_buffered', ARGV[2])
-redis.call('XADD', KEYS[4], '*', 'n', ARGV[1], 'tokens', ARGV[2], 'payload', ARGV[3])
-return 1
+redis.call('ZADD', answered, n, call .. kept)
+redis.call('ZREMRANGEBYRANK', answered, 0, -1 - ARGV[5])
+return kept

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 
 
-def open_groups(version: int, max_lag: float, groups_per_step: int, total_groups: int | None = None) -> int:
+def open_groups(
+    version: int, max_lag: float, groups_per_step: int, total_groups: int | None = None, uses: int = 1
+) -> int:
     """How many groups may have started by now: group n may start when n < this.
 
     Args:
@@ -18,10 +20,11 @@ def open_groups(version: int, max_lag: float, groups_per_step: int, total_groups
         max_lag: the staleness budget in versions; inf is unbounded.
         groups_per_step: B.
         total_groups: groups the whole run trains, beyond which none starts.
+        uses: steps that train each group, one after the other: it is the last of them that must not be too late.
 
     Groups dropped before they were trained make room for as many others: add their number to the result.
     """
-    limit = math.inf if math.isinf(max_lag) else (version + int(max_lag) + 1) * groups_per_step
+    limit = math.inf if math.isinf(max_lag) else (version + int(max_lag) + 1) // uses * groups_per_step
     if total_groups is not None:
         limit = min(limit, total_groups)
     return 2**53 if math.isinf(limit) else int(limit)

@@ -1,17 +1,30 @@
+#!lua flags=allow-oom
 -- Take an entry out of the stream untrained, with the reason; what cannot be read goes to the quarantine stream.
--- KEYS: state, stream, dropped, quarantine, added
--- ARGV: consumer group, entry id, n, tokens, reason, detail, quarantine (0 or 1)
-local entry = redis.call('XRANGE', KEYS[2], ARGV[2], ARGV[2])
-if #entry == 0 then return 0 end
-if ARGV[7] == '1' then
-  redis.call('XADD', KEYS[4], '*', 'reason', ARGV[6], 'entry', cjson.encode(ARGV[2]), unpack(entry[1][2]))
+-- KEYS: state, stream, buffered, uses, quarantine
+-- ARGV: consumer group, term, entry id, n, reason, detail, quarantined entries kept (0: no quarantine)
+-- Returns 1 when a group of the run was dropped, 0 when the entry was a stranger's or is gone.
+local state, stream, buffered, uses, quarantine = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local consumers, term, id, n, reason, detail, kept = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
+if redis.call('HGET', state, 'term') ~= term then
+  return redis.error_reply('SUPERSEDED another learner has taken over')
 end
-redis.call('XACK', KEYS[2], ARGV[1], ARGV[2])
-redis.call('XDEL', KEYS[2], ARGV[2])
-if ARGV[3] == '' then return 1 end
-redis.call('SADD', KEYS[3], ARGV[3])
-redis.call('HDEL', KEYS[5], ARGV[3])
-redis.call('HINCRBY', KEYS[1], 'dropped:' .. ARGV[5], 1)
-redis.call('HINCRBY', KEYS[1], 'tokens_dropped:' .. ARGV[5], ARGV[4])
-redis.call('HINCRBY', KEYS[1], 'tokens_buffered', -ARGV[4])
+local entry = redis.call('XRANGE', stream, id, id)[1]
+if not entry then return 0 end
+if kept ~= '0' then
+  redis.call('XADD', quarantine, 'MAXLEN', '~', kept, '*', 'reason', detail, 'entry', id, unpack(entry[2]))
+end
+redis.call('XACK', stream, consumers, id)
+redis.call('XDEL', stream, id)
+local known, tokens, bytes = string.match(redis.call('HGET', buffered, n) or '', '(%S+) (%d+) (%d+)')
+if known ~= id then
+  redis.call('HINCRBY', state, 'strangers', 1)
+  return 0
+end
+redis.call('HDEL', buffered, n)
+redis.call('HDEL', uses, n)
+redis.call('HINCRBY', state, 'replaced', 1)
+redis.call('HINCRBY', state, 'dropped:' .. reason, 1)
+redis.call('HINCRBY', state, 'tokens_dropped:' .. reason, tokens)
+redis.call('HINCRBY', state, 'tokens_buffered', -tokens)
+redis.call('HINCRBY', state, 'bytes_buffered', -bytes)
 return 1

@@ -1,15 +1,27 @@
+#!lua flags=allow-oom
 -- Give a lease back unfinished: the group is tried again at once, or dropped when its attempts are used up.
--- KEYS: state, leases, attempts, dropped   ARGV: n, tokens, max_attempts
--- Returns 1 when it will be tried again, 0 when it was dropped or the lease is no longer there.
-redis.call('HINCRBY', KEYS[1], 'tokens_generated', ARGV[2])
-redis.call('HINCRBY', KEYS[1], 'tokens_dropped:failed', ARGV[2])
-if not redis.call('ZSCORE', KEYS[2], ARGV[1]) then return 0 end
-if tonumber(redis.call('HGET', KEYS[3], ARGV[1]) or '1') < tonumber(ARGV[3]) then
-  redis.call('ZADD', KEYS[2], 0, ARGV[1])
-  return 1
+-- KEYS: state, leases, attempts, answered   ARGV: n, attempt, tokens, max_attempts, remembered answers
+-- Returns 1 when the group will be tried again, 0 when it was dropped, or is no longer this attempt's.
+local state, leases, attempts, answered = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local n, attempt, tokens, max_attempts = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local call = 'fail:' .. n .. ':' .. attempt .. ':'
+if redis.call('ZSCORE', answered, call .. '1') then return 1 end
+if redis.call('ZSCORE', answered, call .. '0') then return 0 end
+
+redis.call('HINCRBY', state, 'tokens_generated', tokens)
+redis.call('HINCRBY', state, 'tokens_dropped:failed', tokens)
+local retried = 0
+if redis.call('ZSCORE', leases, n) and redis.call('HGET', attempts, n) == attempt then
+  if tonumber(attempt) < max_attempts then
+    redis.call('ZADD', leases, 0, n)
+    retried = 1
+  else
+    redis.call('ZREM', leases, n)
+    redis.call('HDEL', attempts, n)
+    redis.call('HINCRBY', state, 'replaced', 1)
+    redis.call('HINCRBY', state, 'dropped:poison', 1)
+  end
 end
-redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('HDEL', KEYS[3], ARGV[1])
-redis.call('SADD', KEYS[4], ARGV[1])
-redis.call('HINCRBY', KEYS[1], 'dropped:poison', 1)
-return 0
+redis.call('ZADD', answered, n, call .. retried)
+redis.call('ZREMRANGEBYRANK', answered, 0, -1 - ARGV[5])
+return retried

@@ -159,8 +159,28 @@ class BufferSection(Section):
         description="Redis 7+ or Valkey 8+ URL, without a password. Absent: a server embedded in the run. "
         "User and password come from COUNTERFLOW_REDIS_USERNAME and COUNTERFLOW_REDIS_PASSWORD.",
     )
-    capacity_groups: int = Field(4096, ge=1, description="Groups in the buffer at which admission pauses.")
+    capacity_groups: int = Field(
+        4096, ge=1, description="Groups, those being generated included, at which admission pauses."
+    )
+    capacity_bytes: int = Field(
+        4 << 30, ge=1, description="Bytes of groups, those being generated estimated, at which admission pauses."
+    )
+    order: Literal["admission", "ready", "freshest"] = Field(
+        "admission",
+        description="Which groups make a batch: the next by `admission` number, those that are `ready` first, or those "
+        "with the `freshest` tokens. The last two drop groups past admission.max_lag as stale.",
+    )
+    uses: int = Field(1, ge=1, description="Steps that train each group; each use counts its own lag.")
+    drop_equal_rewards: bool = Field(
+        False, description="Drop groups whose task rewards are all equal; other groups are generated in their place."
+    )
     connect_timeout_s: PositiveSeconds = Field(5.0, description="Longest wait, in seconds, for the server to answer.")
+    outage_timeout_s: PositiveSeconds = Field(
+        30.0, description="Longest wait, in seconds, for a server that went away, or is full, to come back."
+    )
+    archive_segment_bytes: int = Field(
+        64 << 20, ge=1 << 10, description="Size, in bytes, at which the archive of trained groups begins a new segment."
+    )
 
 
 class KLSection(Section):
@@ -174,7 +194,8 @@ class KLSection(Section):
     )
     placement: Literal["reward", "loss", "both"] = Field(
         "reward",
-        description="Where the estimator sits: k1 in the `reward` is unbiased; `loss` differentiates it; or `both`.",
+        description="Where the estimator sits: in the `reward`, where k1 is unbiased on data of pi itself or with the "
+        "right weights; in the `loss`, which differentiates it; or in `both`.",
     )
     reward_to_go: bool = Field(
         True, description="Charge a token for its own and later tokens' KL; false: for that of its whole response."
@@ -182,7 +203,7 @@ class KLSection(Section):
     reward_weight: Literal["importance", "none", "token", "prefix", "per_decision", "sequence", "geometric"] = Field(
         "importance",
         description="Weight of the KL in the reward: `importance` shares that of the task's reward; `per_decision` and "
-        "`sequence` are exact off-policy; `none`, `token`, `prefix` and `geometric` are not.",
+        "`sequence` are exact off-policy for k1 with cap inf; `none`, `token`, `prefix` and `geometric` are not.",
     )
     loss_weight: Literal["none", "token", "prefix", "sequence"] = Field(
         "none",
@@ -203,7 +224,7 @@ class KLSection(Section):
         0.01, gt=0, allow_inf_nan=False, description="`adaptive`: KL(pi || ref) to hold, in nats per token."
     )
     horizon_steps: float = Field(
-        10.0, ge=1, allow_inf_nan=False, description="`adaptive`: steps in which beta may change by 20 %."
+        10.0, ge=1, allow_inf_nan=False, description="`adaptive`: beta changes by at most 20 % / this at a step."
     )
 
 
@@ -259,8 +280,8 @@ class ObjectiveSection(Section):
     importance: ImportanceSection = Field(default_factory=ImportanceSection, description="The off-policy correction.")
     advantage: Literal["rloo", "group_mean", "group_std", "plain"] = Field(
         "rloo",
-        description="Baseline: `rloo`, the mean of the group's other samples; `group_mean`, itself included; "
-        "`group_std`, that over the group's spread of task rewards; `plain`, the number `baseline`.",
+        description="Baseline: `rloo`, the mean of the group's other samples; `group_mean`, itself included, which "
+        "biases a KL in the reward; `group_std`, that over the group's spread of task rewards; `plain`, `baseline`.",
     )
     baseline: float = Field(0.0, allow_inf_nan=False, description="`plain`: what is taken from every task reward.")
     reduction: Literal["constant", "sequence_mean", "token_mean"] = Field(
@@ -346,6 +367,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"buffer.capacity_groups={capacity} is below admission.groups_per_step={needed}, so that no step could "
                 f"ever be filled: raise the first to {needed} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def room_for_uses(self) -> Self:
+        if self.admission.max_lag < self.buffer.uses - 1:
+            raise ValueError(
+                f"admission.max_lag={self.admission.max_lag:g} is too low for buffer.uses={self.buffer.uses}: the last "
+                f"use of a group comes {self.buffer.uses - 1} versions after the first, raise it to that or more"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""The command line: `counterflow run | audit | config | model | report`.
+"""The command line: `counterflow run | audit | inspect | ledger | config | model | report`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input with nothing started, 130 interrupted.
 """
@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 
 from counterflow.cli_audit import audit
+from counterflow.cli_ledger import ledger
 from counterflow.errors import ConfigError, CounterflowError, UnavailableError
+from counterflow.inspection import inspect
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,8 +22,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous off-policy reinforcement learning for language models.",
 )
-
-app.command()(audit)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, as configs/quickstart.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="As learner.lr=3e-4.")]
@@ -37,6 +37,11 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
 
     report = run_system(loaded)
     typer.echo(f"report: {report}")
+
+
+app.command()(audit)
+app.command()(inspect)
+app.command()(ledger)
 
 
 @app.command("config")

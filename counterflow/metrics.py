@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -88,6 +89,10 @@ class Metrics:
         """Take over how many samples got no reward so far, by reason."""
         self._collector.observe_reward_failures(failures)
 
+    def observe_admission(self, closed: Counter[str]) -> None:
+        """Take over how many actors may start no more groups now, by reason."""
+        self._collector.observe_admission(closed)
+
     def close(self) -> None:
         """Stop serving and give the port back."""
         self._server.shutdown()
@@ -104,6 +109,7 @@ class _RunCollector(Collector):
         self._evaluation: EvaluationRecord | None = None
         self._ledger: Ledger | None = None
         self._reward_failures: dict[str, int] = {}
+        self._closed: Counter[str] = Counter()
 
     def observe_step(self, record: StepRecord) -> None:
         with self._lock:
@@ -129,6 +135,10 @@ class _RunCollector(Collector):
         with self._lock:
             self._reward_failures = dict(failures)
 
+    def observe_admission(self, closed: Counter[str]) -> None:
+        with self._lock:
+            self._closed = closed
+
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             yield from list(self._families())
@@ -144,6 +154,12 @@ class _RunCollector(Collector):
             yield from _evaluation_gauges(self._evaluation)
         if self._ledger is not None:
             yield from _ledger_gauges(self._ledger)
+        closed = GaugeMetricFamily(
+            "counterflow_admission_closed_actors", "Actors that may start no more groups now.", labels=["reason"]
+        )
+        for reason in ("lag_budget", "full"):
+            closed.add_metric([reason], self._closed[reason])
+        yield closed
         failures = CounterMetricFamily(
             "counterflow_reward_failures", "Samples without a reward, evaluations included.", labels=["reason"]
         )
@@ -224,6 +240,10 @@ def _ledger_gauges(ledger: Ledger) -> Iterator[Metric]:
     for reason, count in ledger.tokens_dropped.items():
         tokens.add_metric(["dropped", reason], count)
     yield tokens
+    yield _gauge("buffer_bytes", "Size of the groups in the buffer.", ledger.bytes_buffered)
+    yield _counter("leases_reissued", "Leases that ran out and were given out again.", ledger.reissued)
+    yield _counter("groups_regenerated", "Groups that a restarted server had lost.", ledger.regenerated)
+    yield _counter("stranger_entries", "Entries that no actor of this run had added.", ledger.strangers)
     yield _gauge("ledger_closes", "1 when generated = trained + buffered + in flight + dropped.", float(ledger.closes))
 
 

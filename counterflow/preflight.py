@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from counterflow.actors.rewards import resolve_reward
 from counterflow.actors.tasks import TaskSet, load_task
-from counterflow.buffer.connection import Address, check_server
+from counterflow.buffer.connection import Address
+from counterflow.buffer.fitness import check_server
 from counterflow.buffer.trajectory import Origin
 from counterflow.cluster import Node, bundles, check_room
 from counterflow.configs import dump

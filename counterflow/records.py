@@ -105,10 +105,28 @@ class Ledger:
     tokens_trained: int
     tokens_buffered: int
     tokens_dropped: dict[str, int]
+    policy_version: int = 0
+    """Version that the last committed step made."""
+    bytes_buffered: int = 0
+    """Size of the groups that are buffered, as Arrow."""
+    reissued: int = 0
+    """Leases that ran out and were given out again."""
+    regenerated: int = 0
+    """Groups that a server, started again, had lost, and that are generated again."""
+    strangers: int = 0
+    """Entries on the stream that no actor of this run had added; they are in quarantine."""
+
+    @property
+    def missing_groups(self) -> int:
+        """Groups that were generated and are nowhere; negative: that are somewhere and were not generated."""
+        return self.generated - self.trained - self.buffered - self.in_flight - sum(self.dropped.values())
+
+    @property
+    def missing_tokens(self) -> int:
+        """The same of tokens."""
+        return self.tokens_generated - self.tokens_trained - self.tokens_buffered - sum(self.tokens_dropped.values())
 
     @property
     def closes(self) -> bool:
         """Whether both equations hold."""
-        groups = self.trained + self.buffered + self.in_flight + sum(self.dropped.values())
-        tokens = self.tokens_trained + self.tokens_buffered + sum(self.tokens_dropped.values())
-        return self.generated == groups and self.tokens_generated == tokens
+        return self.missing_groups == self.missing_tokens == 0

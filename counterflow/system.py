@@ -15,10 +15,11 @@ from pathlib import Path
 from counterflow import preflight
 from counterflow.actors.rollout import ActorState, RolloutActor
 from counterflow.actors.tasks import TaskSet
-from counterflow.buffer.connection import Address
-from counterflow.buffer.server import embedded_server
-from counterflow.buffer.store import forget, read_ledger
+from counterflow.buffer.connection import Address, discover
+from counterflow.buffer.server import EmbeddedServer
+from counterflow.buffer.store import finish, forget, read_ledger
 from counterflow.buffer.trajectory import Origin
+from counterflow.cli_ledger import write_place
 from counterflow.cluster import Cluster, as_failure, bundles, call, connect
 from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
@@ -84,6 +85,7 @@ class Run:
     def __init__(self, config: RunConfig, origin: Origin, task: TaskSet, folder: Path, telemetry: Telemetry) -> None:
         self.config, self.origin, self.task, self.folder = config, origin, task, folder
         self.telemetry = telemetry
+        self.server: EmbeddedServer | None = None
         self.delivery: Delivery | None = None
         self._evaluating: asyncio.Task[None] | None = None
         self._steps_seen, self._dropped_by_last_step = 0, 0
@@ -101,9 +103,11 @@ class Run:
             for path in slot_paths(self.origin.run_id):
                 stack.callback(path.unlink, missing_ok=True)
             address = self._buffer(stack)
+            write_place(self.folder, address.url, self.origin.run_id)
             self._spawn(cluster, address)
             try:
                 await self._live(address)
+                await asyncio.to_thread(finish, address, self.origin.run_id)
             except* Exception as group:
                 raise as_failure(group) from None
             finally:
@@ -112,13 +116,14 @@ class Run:
     def _buffer(self, stack: ExitStack) -> Address:
         buffer = self.config.buffer
         if buffer.url:
-            return Address(buffer.url, buffer.connect_timeout_s)
-        return stack.enter_context(embedded_server(self.folder / "buffer", buffer.connect_timeout_s * 2))
+            return discover(Address(buffer.url, buffer.connect_timeout_s, buffer.outage_timeout_s))
+        self.server = stack.enter_context(EmbeddedServer(self.folder / "buffer", buffer.connect_timeout_s * 2))
+        return replace(self.server.address, outage_s=buffer.outage_timeout_s)
 
     def _spawn(self, cluster: Cluster, address: Address) -> None:
         places = bundles(self.config)
         common = (self.config, address, self.origin, self.telemetry.started_at)
-        self.learner = cluster.spawn(Learner, places[0], 0, *common, cluster.cores(0))
+        self.learner = cluster.spawn(Learner, places[0], 0, self.folder.resolve(), *common, cluster.cores(0))
         self.actors = [
             cluster.spawn(RolloutActor, place, i + 1, i, self.task, *common, cluster.cores(i + 1))
             for i, place in enumerate(places[1:])
@@ -128,9 +133,13 @@ class Run:
         """Start, then train under watch until the last step is taken."""
         self.delivery = await self._start()
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(self._watch(address, self.delivery))
+            watches = [
+                tasks.create_task(self._watch(address, self.delivery)),
+                tasks.create_task(self._keep_server_alive()),
+            ]
             await self._train(self.delivery, tasks)
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
         await self._observe_actors()
 
     async def _start(self) -> Delivery:
@@ -236,6 +245,12 @@ class Run:
             self._give_up_if_hopeless(ledger)
             if tick % _FLUSH_TICKS == 0:
                 self.telemetry.flush()
+
+    async def _keep_server_alive(self) -> None:
+        while self.server is not None:
+            await asyncio.sleep(_WATCH_S)
+            if await asyncio.to_thread(self.server.revive):
+                self.telemetry.note("the buffer's server had died and was started again on its data")
 
     def _give_up_if_hopeless(self, ledger: Ledger) -> None:
         dropped = sum(ledger.dropped.values()) - self._dropped_by_last_step

@@ -30,6 +30,7 @@ class Telemetry:
         self._recorder, self._events = Recorder(folder), EventLog(folder)
         self._reward_failures: Counter[str] = Counter()
         self._ledger: Ledger | None = None
+        self._was_full = False
         self.started_at = time.time()
         """Unix time, the zero of all times reported."""
         self.last_error: str | None = None
@@ -102,6 +103,14 @@ class Telemetry:
                 self.note(f"actor {index}: {state.last_error}")
         self._reward_failures = sum((Counter(state.reward_failures) for state in states), Counter())
         self._metrics.observe_reward_failures(self._reward_failures)
+        closed = Counter(state.admission_closed for state in states if state.admission_closed)
+        self._metrics.observe_admission(closed)
+        if closed["full"] and not self._was_full:
+            self.note(
+                "the buffer is full, admission pauses until the learner has caught up (buffer.capacity_groups, "
+                "buffer.capacity_bytes)"
+            )
+        self._was_full = bool(closed["full"])
 
     def ledger(self, ledger: Ledger) -> None:
         """Where every group is."""

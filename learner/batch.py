@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from counterflow.buffer.trajectory import Group, Trajectory
+from counterflow.buffer.trajectory import BoolArray, Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Microbatch:
     """int64 [tokens]: the response tokens."""
     behavior_logprobs: Tensor
     """float32 [tokens]."""
+    loss_mask: Tensor
+    """bool [tokens]: whether the token is trained."""
     sequence: Tensor
     """int64 [tokens]: row of each token."""
     rewards: Tensor
@@ -40,6 +42,13 @@ def scored(group: Group) -> list[Trajectory]:
     return [t for t in group.trajectories if t.reward is not None]
 
 
+def loss_mask(trajectory: Trajectory) -> BoolArray:
+    """Which response tokens are trained, bool [response]."""
+    if trajectory.loss_mask is not None:
+        return trajectory.loss_mask
+    return np.ones(len(trajectory.response_token_ids), np.bool_)
+
+
 def microbatches(groups: Sequence[Group], max_tokens: int, pad_token_id: int) -> list[Microbatch]:
     """Pack groups, in order, into microbatches of at most `max_tokens` padded tokens; a larger group stands alone."""
     result: list[Microbatch] = []
@@ -48,7 +57,7 @@ def microbatches(groups: Sequence[Group], max_tokens: int, pad_token_id: int) ->
     for group in groups:
         kept = scored(group)
         length = max((len(group.prompt_token_ids) + len(t.response_token_ids) for t in kept), default=0)
-        if pending and (rows + len(kept)) * max(longest, length) > max_tokens:
+        if rows and (rows + len(kept)) * max(longest, length) > max_tokens:
             result.append(_collate(pending, pad_token_id))
             pending, rows, longest = [], 0, 0
         pending.append(group)
@@ -74,6 +83,7 @@ def _collate(groups: Sequence[Group], pad_token_id: int) -> Microbatch:
         predictors=torch.from_numpy(np.concatenate(predictors)),
         targets=torch.from_numpy(np.concatenate([t.response_token_ids for _, t in rows]).astype(np.int64)),
         behavior_logprobs=torch.from_numpy(np.concatenate([t.behavior_logprobs for _, t in rows])),
+        loss_mask=torch.from_numpy(np.concatenate([loss_mask(t) for _, t in rows])),
         sequence=torch.from_numpy(np.repeat(np.arange(len(rows)), counts)),
         rewards=torch.tensor([t.reward for _, t in rows], dtype=torch.float32),
         group=torch.tensor([g.admission for g, _ in rows], dtype=torch.int64),

@@ -16,12 +16,15 @@ import numpy.typing as npt
 import torch
 from transformers import AutoTokenizer
 
+from counterflow.buffer.archive import Archive
 from counterflow.buffer.connection import Address
-from counterflow.buffer.store import Consumer, Entry
+from counterflow.buffer.consumer import Consumer
+from counterflow.buffer.inbox import Entry
+from counterflow.buffer.reading import Reading
 from counterflow.buffer.trajectory import Group, Origin
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import RunFailed
-from counterflow.learner.batch import Microbatch, microbatches, scored
+from counterflow.learner.batch import Microbatch, loss_mask, microbatches, scored
 from counterflow.learner.objective.diagnostics import diagnose, remarks
 from counterflow.learner.objective.loss import normalizer, policy_loss
 from counterflow.learner.objective.ratios import learning_rate_scale
@@ -49,12 +52,19 @@ class Learner:
     """The policy, its optimizer and the buffer's consumer.
 
     Args:
+        folder: the run folder, where consumed groups are archived.
         cores: CPU cores to stay on; None leaves the choice to the system.
         started_at: Unix time of the run's start, the zero of all times reported.
     """
 
     def __init__(
-        self, config: RunConfig, address: Address, origin: Origin, started_at: float, cores: Sequence[int] | None
+        self,
+        folder: Path,
+        config: RunConfig,
+        address: Address,
+        origin: Origin,
+        started_at: float,
+        cores: Sequence[int] | None,
     ) -> None:
         if cores:
             pin(cores)
@@ -81,7 +91,8 @@ class Learner:
             _log.info(line)
         self._spec = objective_spec(config)
         self._length_constant = config.objective.length_constant or config.sampling.max_tokens
-        self._consumer = Consumer(address, origin.run_id, origin)
+        archive = Archive(folder / "archive", origin, segment_bytes=config.buffer.archive_segment_bytes)
+        self._consumer = Consumer(address, origin, archive, _reading(config))
         dtype = getattr(torch, config.actors.dtype)
         self._publisher = SharedMemoryPublisher(origin.run_id, lay_out(named_weights(model), dtype))
 
@@ -106,6 +117,7 @@ class Learner:
         record = self._train(entries)
         version = self._consumer.version + 1
         self._consumer.commit(entries, version)
+        ledger = self._consumer.ledger()
         end = self._now()
         record = replace(
             record,
@@ -114,9 +126,9 @@ class Learner:
             time_s=end,
             wait_s=training - waiting,
             train_s=end - training,
-            tokens_generated=self._consumer.tokens_generated(),
+            tokens_generated=ledger.tokens_generated,
             learner_tokens_per_s=record.tokens / (end - training),
-            buffer_groups=self._consumer.depth(),
+            buffer_groups=ledger.buffered,
         )
         return StepResult(
             record, [Interval("learner", "wait", waiting, training), Interval("learner", "train", training, end)]
@@ -143,7 +155,7 @@ class Learner:
         lags = self._lags(groups)
         batches = microbatches(groups, self._config.learner.microbatch_tokens, self._pad_token_id)
         sequences = sum(len(batch.rewards) for batch in batches)
-        tokens = sum(len(batch.targets) for batch in batches)
+        tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
         scale = normalizer(self._spec.reduction, sequences, tokens, self._length_constant)
         self._optimizer.zero_grad(set_to_none=True)
         done: list[PolicyBatch] = []
@@ -154,10 +166,10 @@ class Learner:
             loss.backward()  # type: ignore[no-untyped-call]
             done.append(policy_batch)
             loss_sum += float(loss.detach())
-            entropy_sum += float(entropies.sum())
+            entropy_sum += float(entropies[policy_batch.loss_mask].sum())
         whole = concatenate(done)
         measured = diagnose(whole, self._spec)
-        for remark in remarks(measured):
+        for remark in remarks(measured, self._spec):
             _log.warning("step %d: %s", self._consumer.version + 1, remark)
         learning_rate = float(self._schedule.get_last_lr()[0])
         if self._config.objective.importance.scale_learning_rate:
@@ -166,7 +178,11 @@ class Learner:
                 parameters["lr"] = learning_rate
         norm = torch.nn.utils.clip_grad_norm_(self._policy.model.parameters(), self._config.learner.max_grad_norm)
         if not torch.isfinite(norm):
-            raise RunFailed(f"the gradient of step {self._consumer.version + 1} is not finite: lower learner.lr")
+            raise RunFailed(
+                f"the gradient of step {self._consumer.version + 1} is not finite (loss {loss_sum:g}, KL(mu||pi) "
+                f"{measured.kl_behavior_k3:g} a token): lower learner.lr if that KL rose from step to step; if it did "
+                "not, the model itself overflows or holds numbers that are not finite"
+            )
         self._optimizer.step()
         self._schedule.step()
         record = self._record(groups, lags, measured, loss_sum, entropy_sum, float(norm), learning_rate)
@@ -189,7 +205,7 @@ class Learner:
             reference_logprobs=reference,
             # A batch is trained by one optimizer step, so pi is still the policy of the step's start: no forward.
             proximal_logprobs=logprobs.detach() if self._spec.needs_proximal else None,
-            loss_mask=torch.ones_like(logprobs, dtype=torch.bool),
+            loss_mask=batch.loss_mask.to(self._device),
             sequence=batch.sequence.to(self._device),
             rewards=batch.rewards.to(self._device),
             group=batch.group.to(self._device),
@@ -199,8 +215,9 @@ class Learner:
 
     def _lags(self, groups: Sequence[Group]) -> npt.NDArray[np.int64]:
         version, max_lag = self._consumer.version, self._config.admission.max_lag
-        spans = [span for group in groups for t in scored(group) for span in t.version_spans]
-        lags = token_lags(spans, version)
+        kept = [t for group in groups for t in scored(group)]
+        masks = np.concatenate([loss_mask(t) for t in kept])
+        lags: npt.NDArray[np.int64] = token_lags([span for t in kept for span in t.version_spans], version)[masks]
         if lags.max(initial=0) > max_lag:
             raise RunFailed(f"step {version + 1} got a token of lag {lags.max()}, admission.max_lag is {max_lag:g}")
         return lags
@@ -254,3 +271,12 @@ class Learner:
             buffer_groups=0,
             publish_debt=0,
         )
+
+
+def _reading(config: RunConfig) -> Reading:
+    return Reading(
+        order=config.buffer.order,
+        uses=config.buffer.uses,
+        max_lag=config.admission.max_lag,
+        drop_equal_rewards=config.buffer.drop_equal_rewards,
+    )

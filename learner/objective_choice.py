@@ -5,12 +5,13 @@ In flows a `RunConfig`, out flow an `ObjectiveSpec`, lines for the log, and the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from counterflow.configs.schema import KLSection, RunConfig
 from counterflow.errors import ConfigError
-from counterflow.learner.objective.audit import NEAR, audit
+from counterflow.learner.objective.audit import NEAR, Run, audit
 from counterflow.learner.objective.row_words import LEGEND
 from counterflow.learner.objective.rows import Row, cautions, classify, on_cut_support, refusal, sampling_caution
 from counterflow.learner.objective.spec import ObjectiveSpec
@@ -47,7 +48,7 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
             divergence=importance.divergence,
             estimator=kl.estimator,
             placement=kl.placement,
-            kl_return="to_go" if kl.reward_to_go else "whole",
+            reward_to_go=kl.reward_to_go,
             reward_weight=kl.reward_weight,
             loss_weight=kl.loss_weight,
             differentiate_weight=kl.differentiate_weight,
@@ -109,8 +110,18 @@ def announce(config: RunConfig) -> Announcement:
         f"expected KL gradient: {row.expected} ({verdict}; {LEGEND})",
         f"why: {row.why}",
     ]
-    truncated = sampling_caution(sampling.top_p, sampling.top_k, spec)
-    return Announcement(lines, cautions(spec, on_policy(config)) + ([truncated] if truncated else []))
+    others = [sampling_caution(sampling.top_p, sampling.top_k, spec), _precision_caution(config)]
+    return Announcement(lines, cautions(spec, on_policy(config)) + [caution for caution in others if caution])
+
+
+def _precision_caution(config: RunConfig) -> str | None:
+    actors, learner = config.actors.dtype, config.learner.dtype
+    if actors == learner == "float32":
+        return None
+    return (
+        f"Actors compute in {actors}, the learner in {learner}: mu is not pi even at equal weights, so that ratios at "
+        "lag 0 are near 1, not 1, and the weight of a whole response drifts from 1 with its length."
+    )
 
 
 def check_objective(config: RunConfig) -> Announcement:
@@ -147,8 +158,8 @@ def audit_config(config: RunConfig) -> dict[str, Any]:
     {"row", "what", "expected", "biased", "why", "verdict", "warnings", "assumptions", "near", "far"}; `near` and `far`
     are audits whose last row is `this_run`. Without a KL term they are absent.
     """
-    row = row_of(config)
-    spec, drift = judged_spec(config), typical_drift(config.admission.max_lag)
+    row, spec = row_of(config), judged_spec(config)
+    drift, cap = typical_drift(config.admission.max_lag), config.objective.importance.cap
     found: dict[str, Any] = {
         "row": row.row,
         "what": row.what,
@@ -159,8 +170,8 @@ def audit_config(config: RunConfig) -> dict[str, Any]:
         "warnings": announce(config).warnings,
         "assumptions": {
             "beta": spec.beta,
-            "cap": config.objective.importance.cap,
-            "max_lag": config.admission.max_lag if config.admission.max_lag != float("inf") else "inf",
+            "cap": _in_json(cap),
+            "max_lag": _in_json(config.admission.max_lag),
             "drift": drift,
             "vocab": AUDIT_VOCABULARY,
             "length": AUDIT_LENGTH,
@@ -168,19 +179,31 @@ def audit_config(config: RunConfig) -> dict[str, Any]:
     }
     if not spec.beta:
         return found
+    # On sequences of one length a reduction by length is a factor only, which says nothing of its bias.
+    share = 1 - 1 / config.admission.samples_per_group if spec.shrinks_kl else 1.0
+    run = Run(replace(spec, reduction="constant"), row, on_policy(config), share)
     for regime, distance in (("near", NEAR), ("far", None)):
         tables = random_tables(AUDIT_VOCABULARY, AUDIT_LENGTH, config.run.seed, drift, distance)
-        found[regime] = audit(tables, config.objective.importance.cap, spec.beta, (spec, on_policy(config)))
-    found["verdict"] = _verdict(row, found)
+        found[regime] = audit(tables, cap, spec.beta, run)
+    found["verdict"] = _verdict(config, row, found)
     return found
 
 
-def _verdict(row: Row, found: dict[str, Any]) -> str:
+def _in_json(value: float) -> float | str:
+    return value if math.isfinite(value) else "inf"
+
+
+def _verdict(config: RunConfig, row: Row, found: dict[str, Any]) -> str:
     near, far = (found[regime]["rows"][-1] for regime in ("near", "far"))
     if not row.biased:
         return f"Unbiased: the KL gradient is exactly that of KL(pi || ref). {row.why}"
+    unmeasured = ["what is never sampled"] if _cuts_support(config) else []
+    if config.objective.reduction != "constant":
+        unmeasured.append(f"reduction {config.objective.reduction}")
+    beside = f" by {' and '.join(unmeasured)}, which the toy does not measure" if unmeasured else ""
     if max(near["bias_abs"], far["bias_abs"]) < _EXACT:
-        return f"Biased by what is never sampled, which no toy measures; exact otherwise. {row.why}"
+        rest = "; exact otherwise" if unmeasured else " by bounds that no weight of the toy reaches; exact within them"
+        return f"Biased{beside}{rest}. {row.why}"
 
     def share(line: dict[str, Any]) -> str:
         return "undefined" if line["bias_rel"] is None else f"{line['bias_rel']:.0%}"
@@ -188,6 +211,7 @@ def _verdict(row: Row, found: dict[str, Any]) -> str:
     turned = [name for name, line in (("near", near), ("far from", far)) if line["cosine"] <= 0]
     harm = f" It does not point to the reference at all {' and '.join(turned)} it." if turned else ""
     return (
-        f"Biased: off by {share(near)} of the true KL gradient near the reference (cosine {near['cosine']:.2f}) and by "
-        f"{share(far)} far from it (cosine {far['cosine']:.2f}).{harm} {row.why}"
+        f"Biased{beside}{'; otherwise' if unmeasured else ':'} off by {share(near)} of the true KL gradient near the "
+        f"reference (cosine {near['cosine']:.2f}) and by {share(far)} far from it (cosine {far['cosine']:.2f}).{harm} "
+        f"{row.why}"
     )

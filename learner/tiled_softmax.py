@@ -148,10 +148,8 @@ class TiledSoftmax(torch.autograd.Function):
                         other = frozen.logits(rows, columns, None)
                         theirs.add(other.clone(), None, buffers[1])
                     logits = layer.logits(rows, columns, buffers[0])
-                    place = targets[rows] - start
-                    inside = (place >= 0) & (place < logits.shape[1])
-                    value = logits.gather(-1, torch.where(inside, place, 0)[:, None]).squeeze(-1)
-                    chosen = torch.where(inside, value, chosen)
+                    inside, place = _within(targets[rows], start, logits.shape[1])
+                    chosen = torch.where(inside, logits.gather(-1, place[:, None]).squeeze(-1), chosen)
                     ours.add(logits, other, buffers[1])
                 found[0, rows] = chosen - ours.log_total
                 found[1, rows] = -ours.own_mean
@@ -194,21 +192,18 @@ class TiledSoftmax(torch.autograd.Function):
                     away = slope - frozen.logits(rows, columns, None) + (found[4, rows] - found[2, rows])[:, None]
                     factor = _plus(factor, by_divergence[rows, None] * away)
                 assert factor is not None
-                narrow = slope.exp_().mul_(factor).to(precision)
+                slope.exp_().mul_(factor)
+                if by_logprob is not None:
+                    # Before narrowing: of 1 - p, with p rounded alone, a confident token would keep rounding errors.
+                    inside, place = _within(targets[rows], start, slope.shape[1])
+                    slope.scatter_add_(-1, place[:, None], torch.where(inside, by_logprob[rows], 0.0)[:, None])
+                narrow = slope.to(precision)
                 if to_bias is not None:
                     to_bias[columns] += slope.sum(0)
                 if to_hidden is not None:
                     _add_product(to_hidden[rows], narrow, layer.weight[columns])
                 if to_weight is not None:
                     _add_product(to_weight[columns], narrow.t(), layer.hidden[rows])
-        if by_logprob is not None:
-            # The target's own logit, left out of the tiles.
-            if to_hidden is not None:
-                to_hidden += by_logprob[:, None] * weight[targets]
-            if to_weight is not None:
-                to_weight.index_add_(0, targets, by_logprob[:, None] * hidden.to(wide))
-            if to_bias is not None:
-                to_bias.index_add_(0, targets, by_logprob)
         nothing = (None,) * 4
         return (
             _scaled(to_hidden, temperature, hidden.dtype),
@@ -216,6 +211,13 @@ class TiledSoftmax(torch.autograd.Function):
             None if bias is None else _scaled(to_bias, temperature, bias.dtype),
             *nothing,
         )
+
+
+def _within(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Bool [tokens]: the target lies in the tile of `size` from `start` on; int64 [tokens]: its column there, or 0."""
+    place = targets - start
+    inside = (place >= 0) & (place < size)
+    return inside, torch.where(inside, place, 0)
 
 
 def _dot(first: Tensor, second: Tensor) -> Tensor:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
+from groups import make_group
 
 from counterflow.buffer.connection import Address
-from counterflow.buffer.server import embedded_server
-from counterflow.buffer.trajectory import Group, Origin, Trajectory, VersionSpan
+from counterflow.buffer.server import EmbeddedServer
+from counterflow.buffer.trajectory import Group, Origin
 from counterflow.models import sums_tokenizer
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
     """One real server for the whole session; every test takes a run of its own on it."""
-    with embedded_server(tmp_path_factory.mktemp("buffer"), timeout_s=20) as address:
-        yield address
+    with EmbeddedServer(tmp_path_factory.mktemp("buffer"), timeout_s=20) as server:
+        yield server.address
 
 
 @pytest.fixture
@@ -58,25 +58,3 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def group() -> Group:
     """A group of two trajectories of three tokens."""
     return make_group()
-
-
-def make_group(admission: int = 0, samples: int = 2, tokens: int = 3, version: int = 0) -> Group:
-    """A group whose numbers follow from its arguments."""
-    return Group(
-        group_id=f"group-{admission}",
-        admission=admission,
-        prompt_id=admission,
-        prompt_token_ids=np.arange(4, dtype=np.int32),
-        trajectories=tuple(
-            Trajectory(
-                response_token_ids=np.arange(tokens, dtype=np.int32) + i,
-                behavior_logprobs=np.full(tokens, -0.5, np.float32),
-                version_spans=(VersionSpan(version, 0, tokens),) if tokens else (),
-                reward=float(i),
-                finish_reason="stop",
-            )
-            for i in range(samples)
-        ),
-        started_at_us=1,
-        finished_at_us=2,
-    )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .kl import token_kl
+from .numerics import at_least_float32
 from .ratios import log_weights, truncated
-from .segments import at_least_float32, sum_after, sum_before, sum_from, sum_segments
+from .segments import sum_after, sum_before, sum_from, sum_segments
 from .spec import ObjectiveSpec
 from .types import PolicyBatch
 
@@ -78,10 +79,10 @@ def group_std(rewards: Tensor, group: Tensor) -> Tensor:
 def advantages(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
     """A_t for each token: float [tokens], detached; the KL in the reward is part of it if it has no weight of its own.
 
-    `kl_return` whole: the KL of all tokens. `to_go`: without the penalties that y_t cannot change, under the same
-    baseline. Both have the same mean gradient, `to_go` with less variance, under sequence weights or token weights,
-    uncapped. Without weights, or under a cap, the past k1 no longer averages out, and the two differ: rows 3 and 4 of
-    the catalogue are `to_go`, row 6 is `whole`.
+    The KL is that of all tokens, or with `reward_to_go` without the penalties that y_t cannot change, under the same
+    baseline. Both have the same mean gradient, `reward_to_go` with less variance, under sequence weights or token
+    weights, uncapped. Without weights, under a cap or a geometric mean the past k1 no longer averages out, and the two
+    differ: rows 4, 6 and 7 of the catalogue cover both.
     """
     rewards = at_least_float32(batch.rewards.detach())
     together = spec.kl_in_reward and spec.reward_weight == "importance"
@@ -119,7 +120,7 @@ def weighted_charge(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
     """What multiplies g_t for a KL in the reward that has a weight of its own: float [tokens], detached.
 
     none, token, prefix, sequence, geometric: min(w_t, C) times `charged`. `per_decision`: sum_{n >= t} w_n KL_n with
-    w_n = min(W_<=n, C), whatever `kl_return` is: each token's KL is weighted by the chance of reaching it, so the
+    w_n = min(W_<=n, C), whatever `reward_to_go` is: each token's KL is weighted by the chance of reaching it, so the
     mean is exact with less variance than W; its baseline is taken with w_t. A KL of the state s_n has W_<n and n > t.
     """
     if spec.reward_weight == "none" or spec.reward_weight == "importance":
@@ -169,7 +170,7 @@ def _share(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
 
 def _unchargeable(batch: PolicyBatch, spec: ObjectiveSpec, penalties: Tensor) -> Tensor:
     """The penalties that y_t cannot change, float [tokens]; 0 with the whole return."""
-    if spec.kl_return == "whole":
+    if not spec.reward_to_go:
         return torch.zeros_like(penalties)
     past = sum_before(penalties, batch.sequence, batch.sequences)
     if spec.estimator == "rao_blackwell":

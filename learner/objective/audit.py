@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .loss import token_losses
-from .rows import classify
+from .rows import Row, classify
 from .segments import sum_segments
 from .spec import ObjectiveSpec
 from .tables import Tables, random_tables
@@ -38,10 +38,23 @@ class Moments:
     """E ||gradient - mean||^2."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """The choice of a run that is audited beside the catalogue."""
+
+    spec: ObjectiveSpec
+    row: Row
+    on_policy: bool
+    """Whether its data is pi's own."""
+    share: float = 1.0
+    """What its baseline leaves of the KL in the reward."""
+
+
 def catalogue(cap: float, beta: float = 1.0) -> dict[str, ObjectiveSpec]:
     """The spec of each row but `off_5`, which no spec can say; `cap` is that of row 6."""
 
     def reward(**choices: Any) -> ObjectiveSpec:
+        choices.setdefault("reward_to_go", False)
         return ObjectiveSpec(beta=beta, advantage="plain", placement="reward", **choices)
 
     def loss(estimator: Any, weight: Any = "none", moving: bool = True) -> ObjectiveSpec:
@@ -58,8 +71,8 @@ def catalogue(cap: float, beta: float = 1.0) -> dict[str, ObjectiveSpec]:
     return {
         "off_1": reward(correction="importance", level="sequence"),
         "off_2": reward(correction="none", reward_weight="per_decision"),
-        "off_3": reward(correction="importance", level="token", kl_return="to_go"),
-        "off_4": reward(correction="none", kl_return="to_go"),
+        "off_3": reward(correction="importance", level="token", reward_to_go=True),
+        "off_4": reward(correction="none", reward_to_go=True),
         "off_6": reward(correction="truncated", level="sequence", cap=cap),
         "off_7": reward(correction="importance", level="geometric"),
         "off_8": reward(correction="importance", level="sequence", estimator="k3"),
@@ -84,18 +97,28 @@ def catalogue(cap: float, beta: float = 1.0) -> dict[str, ObjectiveSpec]:
     }
 
 
-def moments(tables: Tables, spec: ObjectiveSpec, on_policy: bool = False, rewards: Tensor | None = None) -> Moments:
+def moments(
+    tables: Tables,
+    spec: ObjectiveSpec,
+    on_policy: bool = False,
+    rewards: Tensor | None = None,
+    share: float = 1.0,
+) -> Moments:
     """Mean and variance of a sequence's gradient under the production loss, with no baseline.
 
     Args:
         on_policy: sequences are pi's, not mu's.
         rewards: float64 [sequences]; absent, 0, so that the KL term stands alone.
+        share: what a baseline leaves of the reward and the KL in it.
     """
     spec = replace(spec, advantage="plain", baseline=0.0)
     behavior = tables.pi if on_policy else tables.mu
     logprobs = tables.logprobs(tables.pi).requires_grad_()
     divergences = tables.divergences(tables.pi).requires_grad_()
-    losses = token_losses(tables.batch(logprobs, behavior, divergences, rewards), spec)
+    batch = tables.batch(logprobs, behavior, divergences, rewards)
+    losses = token_losses(batch, spec)
+    if share != 1 and spec.placement != "loss":
+        losses = losses - (1 - share) * token_losses(batch, replace(spec, placement="reward"))
     by_logprob, by_divergence = torch.autograd.grad(
         losses.sum(), (logprobs, divergences), allow_unused=True, materialize_grads=True
     )
@@ -114,12 +137,10 @@ def moments(tables: Tables, spec: ObjectiveSpec, on_policy: bool = False, reward
     return Moments(mean, max(variance.item(), 0.0))
 
 
-def audit(
-    tables: Tables, cap: float, beta: float = 1.0, run: tuple[ObjectiveSpec, bool] | None = None
-) -> dict[str, Any]:
+def audit(tables: Tables, cap: float, beta: float = 1.0, run: Run | None = None) -> dict[str, Any]:
     """Every row on one toy: {"targets": {name: gradient}, "rows": [...]}, gradients flattened, scaled by beta.
 
-    `run` adds a row named `this_run`: a spec, and whether its data is on-policy.
+    `run` adds a row named `this_run`.
     """
     fields = {name: beta * field for name, field in tables.fields().items()}
     truth = fields["G"]
@@ -131,9 +152,8 @@ def audit(
         if name == "off_4":
             found.append(_line("off_5", "G - grad KL(pi||mu)", True, _frozen(tables, beta), truth))
     if run is not None:
-        spec, on_policy = run
-        row = classify(spec, on_policy)
-        found.append(_line("this_run", row.expected, row.biased, moments(tables, spec, on_policy), truth))
+        measured = moments(tables, run.spec, run.on_policy, share=run.share)
+        found.append(_line("this_run", run.row.expected, run.row.biased, measured, truth))
     return {"targets": {name: fields[name].flatten().tolist() for name in TARGETS}, "rows": found}
 
 
@@ -146,11 +166,13 @@ def audit_tables(document: Mapping[str, Any], cap: float = 2.0) -> dict[str, Any
     missing = [key for key in ("vocab", "length", "pi", "mu", "ref") if key not in document]
     if missing:
         raise ValueError(f"the tables have no {', '.join(missing)}: give vocab, length, and logits pi, mu and ref")
-    vocabulary, length = int(document["vocab"]), int(document["length"])
+    vocabulary, length = document["vocab"], document["length"]
+    if not (isinstance(vocabulary, int) and isinstance(length, int)):
+        raise ValueError(f"vocab is {vocabulary!r} and length {length!r}: they must be whole numbers")
     _check_size(vocabulary, length)
     try:
         pi, mu, ref = (torch.tensor(document[key], dtype=torch.float64) for key in ("pi", "mu", "ref"))
-    except (TypeError, ValueError) as error:
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"a table is not a list of rows of numbers: {error}") from error
     if not all(table.isfinite().all() for table in (pi, mu, ref)):
         raise ValueError("a table holds a logit that is not finite")
@@ -165,6 +187,8 @@ def audit_toy(
     mu's logits lie `drift` (a standard deviation) from pi's.
     """
     _check_size(vocab, length)
+    if not 0 <= drift < math.inf:
+        raise ValueError(f"drift is {drift}: it needs a finite number of 0 or more")
     return {
         "near": audit(random_tables(vocab, length, seed, drift, NEAR), cap),
         "far": audit(random_tables(vocab, length, seed, drift, None), cap),

@@ -12,14 +12,11 @@ from torch import Tensor
 
 from .advantage import advantages, has_company, zero_signal
 from .importance import correct
-from .kl import k1, k3, largest_exponent
+from .kl import k1, k3
+from .numerics import at_least_float32, largest_exponent
 from .ratios import effective_sample_share, log_ratios, log_weights, sequence_log_ratios
-from .segments import at_least_float32
 from .spec import Level, ObjectiveSpec
 from .types import Diagnostics, PolicyBatch
-
-LARGEST_EXPONENT = 700.0
-"""exp of it is finite in float64."""
 
 
 def mean_or_zero(values: Tensor) -> Tensor:
@@ -59,7 +56,7 @@ def diagnose(batch: PolicyBatch, spec: ObjectiveSpec) -> Diagnostics:
     """
     by_token = log_ratios(batch).double()[batch.loss_mask]
     by_sequence = sequence_log_ratios(batch).double()
-    ratio = by_token.clamp(max=LARGEST_EXPONENT / 2).exp()
+    ratio = by_token.clamp(max=largest_exponent(torch.float64)).exp()
     if batch.reference_logprobs is None:
         kl_reference = torch.full_like(ratio.sum(), math.nan)
     else:
@@ -84,7 +81,7 @@ def diagnose(batch: PolicyBatch, spec: ObjectiveSpec) -> Diagnostics:
     return Diagnostics(*measured.tolist())
 
 
-def remarks(measured: Diagnostics) -> list[str]:
+def remarks(measured: Diagnostics, spec: ObjectiveSpec) -> list[str]:
     """What a person should know of a step whose numbers hide it: one sentence each, none for most steps."""
     found = []
     if measured.bounded_exponents:
@@ -92,8 +89,12 @@ def remarks(measured: Diagnostics) -> list[str]:
             f"{measured.bounded_exponents:.0f} tokens had a ratio outside their precision, which was clamped or is 0: "
             "pi is far from mu or from the reference there"
         )
+    if spec.advantage == "plain":
+        return found
     if measured.lone_sequences:
-        found.append(f"{measured.lone_sequences:.0%} of responses are alone in their group and teach nothing")
+        alone = "only the KL in the loss teaches there" if spec.kl_in_loss else "teach nothing"
+        found.append(f"{measured.lone_sequences:.0%} of responses are alone in their group: {alone}")
     if measured.zero_signal_groups == 1:
-        found.append("every group has equal task rewards: only the KL term teaches")
+        taught = "only the KL term teaches" if spec.beta else "nothing teaches"
+        found.append(f"every group has equal task rewards: {taught}")
     return found

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kl import masked_difference
-from .ratios import log_ratios, log_weights, sequence_log_ratios, sequence_tokens, truncated
+from .numerics import masked_difference
+from .ratios import log_ratios, log_weights, truncated
 from .segments import sum_after, sum_through
 from .spec import ObjectiveSpec
 from .types import PolicyBatch
@@ -114,8 +114,11 @@ def double_capped(
 
 
 def correct(batch: PolicyBatch, spec: ObjectiveSpec, advantage: Tensor) -> Weights:
-    """The spec's correction; `advantage` float [tokens]. Outside the mask the weight is 0 and nothing has changed."""
-    weight, changed = _correct(batch, spec, advantage.detach())
+    """The spec's correction. Outside the mask the weight is exactly 0 and nothing has changed.
+
+    `advantage` float [tokens], detached, is read by corrections that treat good and bad tokens apart.
+    """
+    weight, changed = _correct(batch, spec, advantage)
     return Weights(torch.where(batch.loss_mask, weight, 0.0), changed & batch.loss_mask)
 
 
@@ -153,31 +156,3 @@ def _correct(batch: PolicyBatch, spec: ObjectiveSpec, advantage: Tensor) -> Weig
             return far_negatives_masked(clipped, log_weights(batch, "geometric"), advantage, spec.divergence)
         case "vtrace":
             return double_capped(ratio, batch.loss_mask, batch.sequence, batch.sequences, spec.cap, spec.trace_cap)
-
-
-def importance_weights(batch: PolicyBatch, spec: ObjectiveSpec, advantage: Tensor | None = None) -> Tensor:
-    """The weight of each token: float [tokens], detached, exactly 0 outside the mask.
-
-    `advantage` (float [tokens]) is read by corrections that treat good and bad tokens apart; absent, all are good.
-    """
-    return correct(batch, spec, torch.ones_like(log_ratios(batch)) if advantage is None else advantage).weight
-
-
-__all__ = [
-    "Weights",
-    "capped",
-    "cispo",
-    "correct",
-    "decoupled_clipped",
-    "double_capped",
-    "far_negatives_masked",
-    "importance_weights",
-    "log_ratios",
-    "masked",
-    "ppo_clipped",
-    "second_moment_masked",
-    "sequence_log_ratios",
-    "sequence_tokens",
-    "topr",
-    "truncated",
-]

@@ -6,27 +6,12 @@ exactly 0, in value and in gradient. Sources: Schulman, "Approximating KL diverg
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from .segments import at_least_float32
+from .numerics import at_least_float32, largest_exponent, masked_difference
 from .spec import ObjectiveSpec
 from .types import PolicyBatch
-
-
-def largest_exponent(dtype: torch.dtype) -> float:
-    """Exponents are bounded by it (39.9 in float32, 319 in float64): exp of it, and its square, are finite."""
-    return 0.45 * math.log(torch.finfo(dtype).max)
-
-
-def masked_difference(minuend: Tensor, subtrahend: Tensor, mask: Tensor) -> Tensor:
-    """minuend - subtrahend, float [tokens], 0 outside the mask even where an input is infinite or NaN.
-
-    The inputs are replaced before the subtraction, so that no gradient of a masked token is NaN either.
-    """
-    return torch.where(mask, at_least_float32(minuend), 0.0) - torch.where(mask, at_least_float32(subtrahend), 0.0)
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:

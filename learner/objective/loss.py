@@ -13,24 +13,22 @@ import torch
 from torch import Tensor
 
 from .advantage import advantages, weighted_charge
-from .importance import importance_weights
+from .importance import correct
 from .kl import token_kl
+from .numerics import at_least_float32
 from .ratios import log_weights, sequence_tokens, truncated
-from .segments import at_least_float32
 from .spec import ObjectiveSpec, Reduction
 from .types import PolicyBatch
 
 
-def token_losses(batch: PolicyBatch, spec: ObjectiveSpec, advantage: Tensor | None = None) -> Tensor:
+def token_losses(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
     """l_t = -sg(w_t A_t) log pi(y_t | s_t) and the KL terms beside it: float [tokens], exactly 0 outside the mask.
 
-    `advantage` (float [tokens]) replaces that of the spec: an outer baseline, or none. An infinite or NaN log-prob
-    inside the mask gives a loss that is not finite: it is bad data, and it shows.
+    An infinite or NaN log-prob inside the mask gives a loss that is not finite: it is bad data, and it shows.
     """
     batch = _widened(batch)
-    if advantage is None:
-        advantage = advantages(batch, spec)
-    scale = -importance_weights(batch, spec, advantage) * advantage.detach()
+    advantage = advantages(batch, spec)
+    scale = -correct(batch, spec, advantage).weight * advantage
     if spec.kl_in_reward and spec.reward_weight != "importance":
         scale = scale + weighted_charge(batch, spec)
     losses = scale * torch.where(batch.loss_mask, batch.logprobs, 0.0)
@@ -79,11 +77,11 @@ def normalizer(reduction: Reduction, sequences: int, tokens: int, length_constan
             return float(max(tokens, 1))
 
 
-def policy_loss(batch: PolicyBatch, spec: ObjectiveSpec, normalizer: float) -> Tensor:
-    """L = sum_t l_t / normalizer: a scalar to minimise; -grad L estimates grad (E[R] - beta KL(pi || ref)), scaled.
+def policy_loss(batch: PolicyBatch, spec: ObjectiveSpec, divisor: float) -> Tensor:
+    """L = sum_t l_t / divisor: a scalar to minimise; -grad L estimates grad (E[R] - beta KL(pi || ref)), scaled.
 
-    `normalizer` is that of the whole step (see the function of this name), the same for all its microbatches.
+    `divisor` is the `normalizer` of the whole step, the same for all its microbatches.
     """
-    if not (normalizer > 0 and math.isfinite(normalizer)):
-        raise ValueError(f"normalizer is {normalizer}; pass the sequences of the step times the length constant")
-    return token_losses(batch, spec).sum() / normalizer
+    if not (divisor > 0 and math.isfinite(divisor)):
+        raise ValueError(f"divisor is {divisor}; pass the normalizer of the whole step")
+    return token_losses(batch, spec).sum() / divisor

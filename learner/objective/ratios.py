@@ -1,7 +1,7 @@
 """How much likelier pi finds what mu sampled: log-ratios of tokens, of what came before them, of whole sequences.
 
-Differences of log-probs in float32 or float64; a log-ratio is bounded before it is exponentiated, so that a weight and
-its square are finite. Everything is 0 (a weight of 1) outside the mask and for a sequence without tokens.
+Differences of log-probs in float32 or float64, summed in float64; a log-ratio is bounded before it is exponentiated, so
+that a weight and its square are finite. All are 0 (a weight of 1) outside the mask and for a sequence without tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from .kl import largest_exponent, masked_difference
+from .numerics import largest_exponent, masked_difference
 from .segments import sum_before, sum_segments, sum_through
 from .spec import Level
 from .types import PolicyBatch

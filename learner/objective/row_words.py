@@ -22,12 +22,10 @@ WEIGHTS = {
     "topr": "W for negative advantages only",
     "vtrace": "V-trace's capped ratios of this and later tokens",
 }
-FIELDS = {"K_mu_pi": "grad KL(mu||pi)", "K_pi_mu": "grad KL(pi||mu)", "S_pi": "grad E_pi[k2]"}
+FIELDS = {"K_mu_pi": "grad KL(mu||pi)", "S_pi": "grad E_pi[k2]"}
 LEGEND = "G = grad KL(pi||ref), the true one; R_d, F_d = reverse, forward KL of each state with the states frozen at d"
 
 _WITHOUT_FORM = {
-    "off_3": "a local surrogate, G at pi = mu",
-    "off_4": "not G: sum_t g_t k1 to go, with states and futures of mu",
     "off_7": "not G: the weight W^(1/T) corrects no mean",
     "off_10": "E_mu[k1_t g_t], a pull to ref that is not reverse KL",
     "off_11": "E_mu[(1 - r_t) g_t], the gradient of no divergence",
@@ -38,8 +36,7 @@ _WHY = {
     "off_2": "Each token's KL is weighted by the chance of reaching it, which is all that its mean needs.",
     "off_3": "rho_t corrects the token, not the state before it nor the future after it; the error grows with lag.",
     "off_4": "Tokens of mu are counted as if pi had drawn them; the error grows with lag.",
-    "off_5": "It measures how far mu, not pi, is from ref, and so pushes pi away from mu.",
-    "off_6": "Cutting large weights shrinks the term; less so as the cap grows, with more variance.",
+    "off_6": "Samples of mu weighted by W would stand for samples of pi.",
     "off_7": "A geometric mean of ratios is close to 1 and has less variance, but it is the weight of no distribution.",
     "off_8": "The derivative of k3 itself is missing, which is F_pi; weighting by W does not cure it.",
     "off_9": "The gradient of k1 is g_t whatever ref is: ref drops out, and pi is pushed off its own data.",
@@ -62,7 +59,7 @@ _WHY = {
     "on_k3_both": "The reward gives G - F_pi, and k3 in the loss gives the F_pi that is missing.",
 }
 _WHY_FORM = {
-    "": "The terms cancel in the mean: what is left is noise.",
+    "0": "The terms cancel in the mean: what is left is noise.",
     "G": "Its terms add up to the gradient of the sequence's KL.",
     "R_pi": "It leaves out how pi changes which states it reaches.",
     "R_mu": "It pulls each state's distribution to ref at the states that mu visited, and leaves out the future.",
@@ -82,31 +79,51 @@ def formula(combination: Mapping[str, float]) -> str:
     return text or "0"
 
 
-def expected_in_words(
-    spec: ObjectiveSpec, row: str, combination: Mapping[str, float] | None, limit: Mapping[str, float] | None
-) -> str:
-    """The expected gradient as a formula, or in words where it has none; `limit` is that of an infinite cap."""
-    if combination is not None:
-        return formula(combination)
-    if limit is not None:
-        return f"not {formula(limit)}, but tends to it as the cap grows"
+def shrunk_formula(reward: Mapping[str, float], loss: Mapping[str, float]) -> str:
+    """`(1 - 1/G) (G - F_pi) + F_pi`: the KL in the reward less its share in the group mean, and the KL in the loss."""
+    inner, rest = formula(reward), formula(loss)
+    text = f"(1 - 1/G) {inner}" if len(reward) == 1 else f"(1 - 1/G) ({inner})"
+    if not loss:
+        return text
+    return f"{text} - {rest[1:]}" if rest.startswith("-") else f"{text} + {rest}"
+
+
+def expected_in_words(spec: ObjectiveSpec, row: str, exact: str | None, limit: str | None, at_one: float) -> str:
+    """The expected gradient: `exact`, a formula, or words where it has none.
+
+    `limit` is the formula at an infinite cap, `at_one` what bounds leave of a weight of 1 in the reward.
+    """
     if spec.reduction != "constant":
         return "not G: divided by a number that depends on the samples"
-    return _WITHOUT_FORM.get(row, "not G: no closed form")
+    if exact is not None:
+        return exact
+    shrunk = ", the KL in the reward times 1 - 1/G" if spec.shrinks_kl else ""
+    if limit is not None:
+        return f"not {limit}, but tends to it as the cap grows"
+    if row == "off_3":
+        return f"a local surrogate, {formula({'G': at_one})} at pi = mu{shrunk}"
+    if row == "off_4":
+        what = "its k1 to go" if spec.reward_to_go else "the k1 of the whole response"
+        return f"not G: E_mu[sum_t g_t times {what}], with states and futures of mu{shrunk}"
+    return _WITHOUT_FORM.get(row, "not G: no closed form") + shrunk
 
 
-def reason(spec: ObjectiveSpec, row: str, combination: Mapping[str, float] | None) -> str:
-    """Why the expected gradient is what it is, in one sentence."""
+def reason(spec: ObjectiveSpec, row: str, uncut: str | None, limit: str | None, cut: bool) -> str:
+    """Why the expected gradient is what it is.
+
+    `uncut` is its formula without bounds and baseline, `limit` that of an infinite cap where the cap alone is in its
+    way; `cut`: a weight that would make it exact is bounded or masked.
+    """
     if spec.reduction != "constant":
         return f"The reduction {spec.reduction} divides by a length that depends on what was sampled."
-    if row in _WHY:
-        cut = (spec.kl_in_loss and spec.loss_weight != "none") or spec.reward_weight != "importance"
-        return _WHY[row] + (
-            " The cap biases it." if combination is None and cut and not math.isinf(spec.kl_cap) else ""
-        )
-    if combination is None:
-        return "The weights do not turn samples of mu into samples of pi for this estimator and placement."
-    return _WHY_FORM.get(formula(combination) if combination else "", "Its mean is the gradient of something else.")
+    why = _WHY.get(row) or _WHY_FORM.get(uncut or "", "Its mean is no gradient that has a name here.")
+    if limit is not None:
+        why += " Cutting weights biases it: less so as the cap grows, with more variance."
+    elif cut:
+        why += " What is cut or masked biases it."
+    if spec.shrinks_kl:
+        why += " The group mean holds the response itself and leaves 1 - 1/G of the KL in the reward, in groups of G."
+    return why
 
 
 def weighting_in_words(spec: ObjectiveSpec, kind: str, capped: bool) -> str:
@@ -119,7 +136,7 @@ def weighting_in_words(spec: ObjectiveSpec, kind: str, capped: bool) -> str:
         elif capped:
             bound = f" cut at {spec.cap:g}" if spec.correction == "truncated" else f" as {spec.correction} cuts it"
         if kind != "per_decision":
-            of = f" on the {'return to go' if spec.kl_return == 'to_go' else 'whole return'}"
+            of = f" on the {'return to go' if spec.reward_to_go else 'whole return'}"
         words.append(WEIGHTS[kind] + bound + of)
     if spec.kl_in_loss:
         how = ""

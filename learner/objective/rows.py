@@ -1,7 +1,7 @@
 """What a choice of objective really is: its row in the catalogue, its expected gradient, whether that is the KL's.
 
-In flows an `ObjectiveSpec` and the largest lag, out flow words and a verdict. The expected gradients hold for the KL
-term at beta 1, on samples of mu, and are checked against the loss itself by enumeration.
+In flows an `ObjectiveSpec` and whether the data is pi's own, out flow words and a verdict. The expected gradients hold
+for the KL term at beta 1, on samples of mu, and are checked against the loss itself by enumeration.
 
 G = grad KL(pi || ref); R_d and F_d = the reverse and the forward KL of each state, states drawn from d and frozen;
 S_pi = grad E_pi[sum_t k2_t].
@@ -13,11 +13,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .row_words import ESTIMATORS, PLACES, WEIGHTS, expected_in_words, reason, weighting_in_words
+from .row_words import (
+    ESTIMATORS,
+    PLACES,
+    WEIGHTS,
+    expected_in_words,
+    formula,
+    reason,
+    shrunk_formula,
+    weighting_in_words,
+)
 from .spec import ObjectiveSpec
 
 Combination = Mapping[str, float]
 """A sum of named vector fields with their factors; {} is 0."""
+Part = Combination | None
+"""The reward's or the loss's share of an expected gradient; None where it has no closed form."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class Row:
     expected: str
     """The expected gradient, as a formula or in words."""
     combination: Combination | None
-    """The expected gradient as a sum of named fields; None where it has no closed form of these."""
+    """The expected gradient as a sum of named fields; None where it is none, or depends on the group's size too."""
     biased: bool
     """Whether it is something else than grad KL(pi || ref)."""
     why: str
@@ -43,31 +54,32 @@ def classify(spec: ObjectiveSpec, on_policy: bool = False) -> Row:
     if spec.beta == 0:
         return Row("none", "no KL term", "0", {}, False, "beta is 0: nothing pulls to the reference.")
     kind, capped = reward_weighting(spec)
-    if on_policy and not _acts_on_policy(spec):
-        # On data of pi every ratio is 1, so that no weight, cap or clip acts; a ratio still has its gradient.
-        reward = _reward_part(spec, "sequence", capped=False) if spec.kl_in_reward else {}
-        loss = _on_policy_loss(spec) if spec.kl_in_loss else {}
+    at_one, loss_at_one = _left_of_one(spec)
+    reward, loss = _parts(spec, on_policy)
+    uncut = replace(spec, kl_cap=math.inf, cap=math.inf, trace_cap=math.inf)
+    if on_policy:
         moving = spec.kl_in_loss and spec.loss_weight != "none" and spec.differentiate_weight
+        cut = (spec.kl_in_reward and at_one != 1) or (spec.kl_in_loss and loss_at_one != 1)
         name = f"on_{spec.estimator}_{spec.placement}"
-        row = name if name in _ON_POLICY and not moving else "unlisted"
-        weights = "on-policy"
+        row = name if name in _ON_POLICY and not moving and not cut else "unlisted"
+        weights = "on-policy, where a bound below 1 cuts every weight" if cut else "on-policy"
     else:
-        reward = _reward_part(spec, kind, capped) if spec.kl_in_reward else {}
-        loss = _loss_part(spec) if spec.kl_in_loss else {}
         row = _off_policy_row(spec, kind, capped)
+        cut = spec.kl_in_reward and capped and kind == "sequence"
         weights = weighting_in_words(spec, kind, capped)
     combination = None if reward is None or loss is None else _sum(reward, loss)
-    if spec.reduction != "constant":
+    exact = _expression(spec, reward, loss)
+    limit = None if exact is not None else _expression(uncut, *_parts(uncut, on_policy))
+    plain = replace(uncut, advantage="plain")
+    if spec.reduction != "constant" or spec.shrinks_kl:
         combination = None
-    uncut = replace(spec, kl_cap=math.inf, cap=math.inf)
-    limit = classify(uncut).combination if combination is None and uncut != spec else None
     return Row(
         row=row,
         what=f"{ESTIMATORS[spec.estimator]} in {PLACES[spec.placement]}, {weights}",
-        expected=expected_in_words(spec, row, combination, limit),
+        expected=expected_in_words(spec, row, exact, limit, at_one or 1.0),
         combination=combination,
         biased=combination != {"G": 1.0},
-        why=reason(spec, row, combination),
+        why=reason(spec, row, _expression(plain, *_parts(plain, on_policy)), limit, cut),
     )
 
 
@@ -98,13 +110,15 @@ def cautions(spec: ObjectiveSpec, on_policy: bool) -> list[str]:
     if spec.reduction == "token_mean":
         found.append("Reduction token_mean is biased: it divides by a number of tokens that depends on the samples.")
     if spec.advantage == "group_mean":
-        found.append("Advantage group_mean shrinks the reward and the KL in it by 1 - 1/G, but not a KL in the loss.")
+        found.append("Advantage group_mean leaves 1 - 1/G of the reward and of a KL in it, but a KL in the loss whole.")
     if spec.advantage == "group_std":
         found.append(
             "Advantage group_std divides the task's reward by its spread in the group, so very easy and very hard "
             "prompts weigh more; the KL term is added after that, at its own scale."
         )
     kind, cuts = correction_weighting(spec)
+    if on_policy and _correction_at_one(spec) != 1:
+        found.append("The task's own gradient is cut even on-policy: a cap of the correction is below 1.")
     if not on_policy and (kind != "sequence" or cuts):
         weighted = "without weights" if kind == "none" else f"weighted by {WEIGHTS[kind]}" + (", cut" if cuts else "")
         found.append(f"The task's own gradient ({weighted}) is biased off-policy.")
@@ -146,7 +160,7 @@ def refusal(row: Row) -> str | None:
     return (
         f"it refuses row {row.row} ({row.what}): its expected gradient is {row.expected}, "
         f"not grad KL(pi || ref). {row.why} Use estimator k1, placement reward, reward_weight per_decision, "
-        "kl.cap inf, reduction constant, top_p 1 and top_k 0; or set it to false."
+        "kl.cap inf, advantage rloo, reduction constant, top_p 1 and top_k 0; or set it to false."
     )
 
 
@@ -161,10 +175,48 @@ _ON_POLICY = (
 )
 
 
-def _acts_on_policy(spec: ObjectiveSpec) -> bool:
-    """Whether a bound below 1 cuts even the ratio 1."""
-    bounds = [spec.kl_cap] + ([spec.cap] if spec.correction in ("truncated", "decoupled_ppo", "vtrace") else [])
-    return min(bounds + ([spec.trace_cap] if spec.correction == "vtrace" else [])) < 1
+def _correction_at_one(spec: ObjectiveSpec) -> float | None:
+    """What the correction makes of the ratio 1; None where that depends on the token."""
+    if spec.correction in ("truncated", "decoupled_ppo"):
+        return min(spec.cap, 1.0)
+    if spec.correction == "vtrace":
+        return min(spec.cap, 1.0) if spec.trace_cap >= 1 else None
+    return None if spec.correction == "topr" and spec.cap < 1 else 1.0
+
+
+def _left_of_one(spec: ObjectiveSpec) -> tuple[float | None, float]:
+    """What bounds leave of a weight of 1, in the reward and in the loss; None where it is no one number."""
+    own = min(spec.kl_cap, 1.0)
+    in_reward = {"importance": _correction_at_one(spec), "none": 1.0}.get(spec.reward_weight, own)
+    return in_reward, 1.0 if spec.loss_weight == "none" else own
+
+
+def _parts(spec: ObjectiveSpec, on_policy: bool) -> tuple[Part, Part]:
+    reward: Part = {}
+    loss: Part = {}
+    if on_policy:
+        # Ratios are 1 but for the engine's numerics: what acts is a bound below 1, and the gradient of a ratio.
+        at_one, loss_at_one = _left_of_one(spec)
+        if spec.kl_in_reward:
+            reward = _scaled(_reward_part(spec, "sequence", capped=False), at_one)
+        if spec.kl_in_loss:
+            loss = _scaled(_on_policy_loss(spec), loss_at_one)
+        return reward, loss
+    if spec.kl_in_reward:
+        reward = _reward_part(spec, *reward_weighting(spec))
+    if spec.kl_in_loss:
+        loss = _loss_part(spec)
+    return reward, loss
+
+
+def _expression(spec: ObjectiveSpec, reward: Part, loss: Part) -> str | None:
+    if reward is None or loss is None:
+        return None
+    return shrunk_formula(reward, loss) if spec.shrinks_kl else formula(_sum(reward, loss))
+
+
+def _scaled(part: Part, factor: float | None) -> Part:
+    return None if part is None or factor is None else {field: factor * own for field, own in part.items()}
 
 
 def _sum(*parts: Combination) -> dict[str, float]:
@@ -175,7 +227,7 @@ def _sum(*parts: Combination) -> dict[str, float]:
     return {field: factor for field, factor in total.items() if factor}
 
 
-def _reward_part(spec: ObjectiveSpec, kind: str, capped: bool) -> Combination | None:
+def _reward_part(spec: ObjectiveSpec, kind: str, capped: bool) -> Part:
     if capped or kind not in ("sequence", "per_decision"):
         return None
     return {
@@ -186,11 +238,10 @@ def _reward_part(spec: ObjectiveSpec, kind: str, capped: bool) -> Combination | 
     }[spec.estimator]
 
 
-def _on_policy_loss(spec: ObjectiveSpec) -> Combination | None:
-    # Every ratio is 1, but a ratio that is differentiated still has its gradient.
+def _on_policy_loss(spec: ObjectiveSpec) -> Part:
     if spec.loss_weight == "none" or not spec.differentiate_weight:
-        return {"k1": {}, "k2": {"R_pi": 1.0}, "k3": {"F_pi": 1.0}, "rao_blackwell": {"R_pi": 1.0}}[spec.estimator]
-    combination = _loss_part(spec, capped=False)
+        spec = replace(spec, loss_weight="prefix", differentiate_weight=False)
+    combination = _loss_part(replace(spec, kl_cap=math.inf))
     return None if combination is None else _sum(*({_on(field): factor} for field, factor in combination.items()))
 
 
@@ -198,9 +249,9 @@ def _on(field: str) -> str:
     return field.replace("_mu", "_pi")
 
 
-def _loss_part(spec: ObjectiveSpec, capped: bool | None = None) -> Combination | None:
+def _loss_part(spec: ObjectiveSpec) -> Part:
     estimator, weight = spec.estimator, spec.loss_weight
-    if weight != "none" and (not math.isinf(spec.kl_cap) if capped is None else capped):
+    if weight != "none" and not math.isinf(spec.kl_cap):
         return None
     if weight == "none":
         return {"k1": {"K_mu_pi": -1.0}, "rao_blackwell": {"R_mu": 1.0}}.get(estimator)
@@ -217,7 +268,7 @@ def _off_policy_row(spec: ObjectiveSpec, kind: str, capped: bool) -> str:
     estimator = spec.estimator
     if spec.placement == "reward":
         if estimator == "k1":
-            if kind == "token" and spec.kl_return == "whole" and capped:
+            if kind == "token" and not spec.reward_to_go and capped:
                 return "unlisted"
             named = {"sequence": 6 if capped else 1, "per_decision": 2, "token": 3, "none": 4, "geometric": 7}
             return f"off_{named[kind]}" if kind in named else "unlisted"

@@ -1,6 +1,6 @@
 """Sums along sequences and groups of a flat batch: whole, of earlier tokens, of later tokens.
 
-Running sums are formed for each sequence alone, in float64, so that what stands beside a sequence in the batch, or
+Sums are formed for each segment alone, in float64 and in order, so that what stands beside a sequence in the batch, or
 goes wrong in it, changes nothing in another.
 """
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 
-def at_least_float32(values: Tensor) -> Tensor:
-    """Float64 and float32 as they are, anything else as float32; gradients pass."""
-    return values if values.dtype in (torch.float32, torch.float64) else values.float()
-
-
 def sum_segments(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Sum of `values` [n] by `index` int64 [n]: float [count], 0 where a segment is empty."""
-    return values.new_zeros(count).index_add(0, index, values)
+    """Sum of `values` [n] by `index` int64 [n], in any order: [count], 0 where a segment is empty.
+
+    Always added in the order of the entries, so that the same values give the same sum, bit for bit.
+    """
+    order = torch.argsort(index, stable=True)
+    rows, _ = _rows(values[order], index[order], count, shift=0)
+    return rows.cumsum(1)[:count, -1].to(values.dtype)
 
 
 def sum_through(values: Tensor, index: Tensor, count: int) -> Tensor:
@@ -41,9 +41,17 @@ def sum_after(values: Tensor, index: Tensor, count: int) -> Tensor:
 
 
 def _running_sum(values: Tensor, index: Tensor, count: int, shift: int) -> Tensor:
+    rows, place = _rows(values, index, count, shift)
+    return rows.cumsum(1)[index, place].to(values.dtype)
+
+
+def _rows(values: Tensor, index: Tensor, count: int, shift: int) -> tuple[Tensor, Tensor]:
+    """A row a segment, its values `shift` from the left: float64 [count + 1, longest + 1]; and each entry's column.
+
+    The last row is empty: CUDA adds up a single row in an order that is not fixed, several each in its own.
+    """
     sizes = torch.bincount(index, minlength=count)
     longest = int(sizes.max()) if index.shape[0] else 0
     place = torch.arange(index.shape[0], device=index.device) - (sizes.cumsum(0) - sizes)[index]
-    rows = values.new_zeros(count, longest + 1, dtype=torch.float64)
-    rows = rows.index_put((index, place + shift), values.double())
-    return rows.cumsum(1)[index, place].to(values.dtype)
+    rows = values.new_zeros(count + 1, longest + 1, dtype=torch.float64)
+    return rows.index_put((index, place + shift), values.double()), place

@@ -59,8 +59,8 @@ class ObjectiveSpec:
     """KL estimator of a token."""
     placement: Placement = "reward"
     """Where the estimator sits."""
-    kl_return: Literal["whole", "to_go"] = "whole"
-    """Which tokens' KL a token answers for: all of its sequence's, or its own and later ones."""
+    reward_to_go: bool = True
+    """Whether a token answers for its own and later tokens' KL, or for that of its whole sequence."""
     reward_weight: RewardWeight = "importance"
     """Weight of the KL in the reward; `importance`: part of the advantage, weighted as the task's reward is."""
     loss_weight: LossWeight = "none"
@@ -99,6 +99,11 @@ class ObjectiveSpec:
     def kl_in_loss(self) -> bool:
         """Whether a KL term is differentiated."""
         return self.beta > 0 and self.placement in ("loss", "both")
+
+    @property
+    def shrinks_kl(self) -> bool:
+        """Whether the baseline takes its share, 1/G in a group of G, from the KL in the reward, and from it alone."""
+        return self.kl_in_reward and self.advantage == "group_mean"
 
     @property
     def needs_proximal(self) -> bool:

@@ -17,7 +17,7 @@ def linear_beta(step: int, start: float, end: float, steps: int) -> float:
 def adaptive_beta(beta: float, measured_kl: float, target_kl: float, horizon_steps: float) -> float:
     """The next beta: beta (1 + clip(measured / target - 1, -0.2, 0.2) / horizon) (Ziegler et al. 1909.08593).
 
-    Rises while KL(pi || ref) is above the target, by at most 20 % over `horizon_steps` steps, and falls below it.
+    Rises while KL(pi || ref) is above the target, by at most 20 % / `horizon_steps` a step, and falls below it.
     A measurement that is not a number leaves beta as it is. Both KLs are in nats per token.
     """
     error = measured_kl / target_kl - 1

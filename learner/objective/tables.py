@@ -104,7 +104,7 @@ class Tables:
         )
 
     def fields(self) -> dict[str, Tensor]:
-        """The named vector fields at pi: G, R_pi, R_mu, F_pi, F_mu, S_pi, K_mu_pi, K_pi_mu, float64 [contexts, V]."""
+        """The named vector fields at pi: G, R_pi, R_mu, F_pi, F_mu, S_pi, K_mu_pi, float64 [contexts, V]."""
 
         def gradient(value: Callable[[Tensor], Tensor]) -> Tensor:
             theta = self.pi.detach().clone().requires_grad_()
@@ -134,7 +134,6 @@ class Tables:
             "F_mu": gradient(at_states(self.mu, forward=True)),
             "S_pi": gradient(total(self.pi, lambda theta: (self.logprobs(theta) - ref).square() / 2)),
             "K_mu_pi": gradient(total(self.mu, lambda theta: mu - self.logprobs(theta))),
-            "K_pi_mu": gradient(total(self.pi, lambda theta: self.logprobs(theta) - mu)),
         }
 
 

@@ -90,7 +90,7 @@ class Diagnostics:
     zero_signal_groups: float
     """Share of groups whose task rewards, before shaping, are all equal."""
     lone_sequences: float
-    """Share of sequences that are alone in their group, so have no baseline and carry no policy gradient."""
+    """Share of sequences alone in their group: of no baseline, so that only `plain`, or a KL in the loss, uses them."""
     bounded_exponents: float
     """Number of tokens with an exponent so large that it was bounded, or so small that its weight is 0."""
 

@@ -52,12 +52,25 @@ def test_configuration_gives_a_verdict_a_table_and_a_picture(tmp_path):
     assert found["near"]["rows"][-1]["row"] == "this_run"
 
 
+def test_numbers_without_end_are_words_in_json(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("objective:\n  kl: {beta: 0.1}\n")
+    found = json.loads(invoke(config, "objective.importance.cap=inf", "admission.max_lag=inf", "--json").stdout)
+    assert (found["assumptions"]["cap"], found["assumptions"]["max_lag"]) == ("inf", "inf")
+    own = json.loads(invoke(config, "objective.kl.cap=inf", "objective.importance.cap=3", "--json").stdout)
+    assert own["assumptions"]["cap"] == 3.0
+
+
 def test_bad_input_is_one_clear_error(tmp_path):
     for content, complaint in (
         ("[1]", "must hold an object"),
         ("{", "cannot be read as JSON"),
         (json.dumps(CHAIN | {"pi": [[0.0, 1.0]]}), "has shape"),
         (json.dumps(CHAIN | {"vocab": "two"}), "two"),
+        (json.dumps(CHAIN | {"vocab": None}), "whole numbers"),
+        (json.dumps(CHAIN | {"length": float("inf")}), "whole numbers"),
+        (json.dumps(CHAIN | {"mu": None}), "not a list of rows of numbers"),
+        (json.dumps(CHAIN | {"ref": [[0.0, float("nan")]] * 3}), "not finite"),
     ):
         path = tmp_path / "toy.json"
         path.write_text(content)
@@ -67,5 +80,7 @@ def test_bad_input_is_one_clear_error(tmp_path):
         invoke("--tables", tmp_path / "missing.json")
     with pytest.raises(ConfigError, match="too many"):
         invoke("--vocab", 50, "--length", 9)
+    with pytest.raises(ConfigError, match="drift is inf"):
+        invoke("--drift", "inf", "--json")
     with pytest.raises(ConfigError, match="not both"):
         invoke("run.yaml", "--tables", "toy.json")

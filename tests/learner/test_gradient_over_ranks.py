@@ -10,10 +10,12 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
-from counterflow.learner.objective import ObjectiveSpec, PolicyBatch, normalizer, policy_loss
+from counterflow.learner.objective.loss import normalizer, policy_loss
+from counterflow.learner.objective.spec import ObjectiveSpec
+from counterflow.learner.objective.types import PolicyBatch
 
 SPECS = [
-    ObjectiveSpec(beta=0.1, kl_return="to_go"),
+    ObjectiveSpec(beta=0.1, reward_to_go=True),
     ObjectiveSpec(beta=0.1, correction="m2po", second_moment=0.1, reward_weight="per_decision"),
     ObjectiveSpec(beta=0.1, correction="gspo", advantage="group_std", reduction="sequence_mean"),
     ObjectiveSpec(beta=0.1, estimator="k3", placement="both", loss_weight="prefix", reduction="token_mean"),

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import logging
 import math
 import time
+import typing
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from counterflow.buffer.store import Producer
-from counterflow.buffer.trajectory import Group, Trajectory, VersionSpan, encode
+from counterflow.buffer.codec import encode
+from counterflow.buffer.producer import Capacity, Producer
+from counterflow.buffer.trajectory import Group, Trajectory, VersionSpan
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, RunFailed
 from counterflow.learner.batch import microbatches
 from counterflow.learner.learner import Learner
-from counterflow.learner.objective import ObjectiveSpec, PolicyBatch, policy_loss
+from counterflow.learner.objective.loss import policy_loss
+from counterflow.learner.objective.spec import ObjectiveSpec
+from counterflow.learner.objective.types import PolicyBatch
 from counterflow.learner.objective_choice import audit_config, check_objective, next_beta, objective_spec, row_of
 from counterflow.learner.policy import Policy
 
 CPU = torch.device("cpu")
 CHOICES = {
-    "default": ObjectiveSpec(beta=0.05, kl_return="to_go"),
+    "default": ObjectiveSpec(beta=0.05, reward_to_go=True),
     "per_decision": ObjectiveSpec(beta=0.05, reward_weight="per_decision"),
     "k3_both": ObjectiveSpec(beta=0.05, estimator="k3", placement="both", level="sequence", loss_weight="prefix"),
     "rao_blackwell": ObjectiveSpec(beta=0.05, estimator="rao_blackwell", placement="both", loss_weight="prefix"),
@@ -64,6 +69,16 @@ def make_groups(count=4, samples=3, seed=0):
         )
         for n in range(count)
     ]
+
+
+def test_a_group_of_failed_samples_alone_leaves_no_microbatch_and_breaks_none():
+    first, second, *_ = make_groups()
+    failed = [dataclasses.replace(t, reward=None) for t in first.trajectories]
+    first = dataclasses.replace(first, trajectories=tuple(failed))
+    assert microbatches([first], 1, 0) == []
+    for tokens in (1, 10_000):
+        (batch,) = microbatches([first, second], tokens, 0)
+        assert batch.group.tolist() == [1, 1, 1]
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +134,13 @@ def test_gradient_does_not_depend_on_microbatches_or_padding(models, name, dtype
     torch.testing.assert_close(sum(ranks), whole, atol=tolerance, rtol=0)
 
 
-def configured(tiny_model, lr=3e-3, **objective):
+def configured(tiny_model, lr=3e-3, learner=None, **objective):
     return RunConfig.model_validate(
         {
             "model": {"path": str(tiny_model)},
             "sampling": {"max_tokens": 16},
             "admission": {"groups_per_step": 4, "samples_per_group": 3, "max_lag": 8},
-            "learner": {"lr": lr},
+            "learner": {"lr": lr, **(learner or {})},
             "run": {"step_timeout_s": 20},
             "objective": objective,
         }
@@ -134,45 +149,125 @@ def configured(tiny_model, lr=3e-3, **objective):
 
 def offer(server, origin, groups):
     async def main():
-        producer = Producer(server, origin.run_id, capacity_groups=1000, lease_s=60, attempts=1)
-        for group in groups:
-            assert await producer.admit(10_000) is not None
-            await producer.add(group.admission, group.response_tokens, encode(group, origin.schema()))
+        capacity = Capacity(groups=1000, bytes=1 << 30, groups_per_step=4)
+        producer = Producer(server, origin.run_id, capacity=capacity, lease_s=60, attempts=1)
+        leases, closed = await producer.admit(10_000, len(groups))
+        assert closed is None and [lease.admission for lease in leases] == [group.admission for group in groups]
+        for lease, group in zip(leases, groups, strict=True):
+            assert await producer.add(lease, group.response_tokens, encode(group, origin.schema()))
         await producer.close()
 
     asyncio.run(main())
 
 
-def steps(server, origin, config, count, recorded=None):
+@pytest.fixture
+def start(server, origin, tmp_path):
+    """`start(config)` makes a learner, closed at the end; `offer` fills the buffer it reads."""
+    with contextlib.ExitStack() as stack:
+
+        def make(config):
+            learner = Learner(tmp_path, config, server, origin, time.time(), cores=None)
+            stack.callback(learner.close)
+            return learner
+
+        yield make
+
+
+def batches_of(count, seed=0):
+    """The groups of `count` steps, four a step, all alike and admitted in this order."""
+    return [
+        dataclasses.replace(group, admission=4 * step + group.admission)
+        for step in range(count)
+        for group in make_groups(seed=seed)
+    ]
+
+
+def steps(start, server, origin, config, count):
     """Records of `count` steps on groups that version 0 sampled: the batch of step n has a lag of n - 1."""
-    learner = Learner(config, server, origin, time.time(), cores=None)
-    try:
-        groups = []
-        for step in range(count):
-            for group in make_groups(seed=0):
-                groups.append(dataclasses.replace(group, admission=step * 4 + group.admission))
-        batches = microbatches(groups, 1 << 20, 0)
-        with torch.no_grad():
-            logprobs = torch.cat([learner._policy.logprobs(batch)[0] for batch in batches]).numpy()
-        placed, at = [], 0
-        for group in groups:
-            own = []
-            for trajectory in group.trajectories:
-                length = len(trajectory.response_token_ids)
-                own.append(dataclasses.replace(trajectory, behavior_logprobs=logprobs[at : at + length]))
-                at += length
-            placed.append(dataclasses.replace(group, trajectories=tuple(own)))
-        offer(server, origin, placed)
-        return [learner.step().record for _ in range(count)]
-    finally:
-        learner.close()
+    learner = start(config)
+    groups = batches_of(count)
+    with torch.no_grad():
+        found = [learner._policy.logprobs(batch)[0] for batch in microbatches(groups, 1 << 20, 0)]
+    logprobs, at = torch.cat(found).numpy(), 0
+    placed = []
+    for group in groups:
+        own = []
+        for trajectory in group.trajectories:
+            length = len(trajectory.response_token_ids)
+            own.append(dataclasses.replace(trajectory, behavior_logprobs=logprobs[at : at + length]))
+            at += length
+        placed.append(dataclasses.replace(group, trajectories=tuple(own)))
+    offer(server, origin, placed)
+    return [learner.step().record for _ in range(count)]
+
+
+def logprobs_by_hand(model, group, trajectory, temperature):
+    """Of the response's tokens, from a forward of this sequence alone, without padding."""
+    prompt, response = (torch.from_numpy(ids).long() for ids in (group.prompt_token_ids, trajectory.response_token_ids))
+    logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(-1, response[:, None]).squeeze(-1)
+
+
+def loss_by_hand(model, reference, groups, config, beta):
+    """The default objective as the papers write it, one response after the other; and KL(pi || ref) per token by k3."""
+    temperature, cap = config.sampling.temperature, config.objective.importance.cap
+    total, sequences, k3 = torch.zeros(()), 0, []
+    for group in groups:
+        kept = [t for t in group.trajectories if t.reward is not None]
+        ours = [logprobs_by_hand(model, group, t, temperature) for t in kept]
+        theirs = [logprobs_by_hand(reference, group, t, temperature).detach() for t in kept]
+        k1 = [(o - r).detach() for o, r in zip(ours, theirs, strict=True)]
+        returns = [t.reward - beta * float(k.sum()) for t, k in zip(kept, k1, strict=True)]
+        for i, trajectory in enumerate(kept):
+            others = [r for j, r in enumerate(returns) if j != i]
+            past = torch.cat([torch.zeros(1), k1[i].cumsum(0)])[:-1]
+            advantage = returns[i] - sum(others) / len(others) + beta * past
+            ratio = (ours[i].detach() - torch.from_numpy(trajectory.behavior_logprobs)).exp().clamp(max=cap)
+            total = total - (ratio * advantage * ours[i]).sum()
+            k3.append((-k1[i]).expm1() + k1[i])
+        sequences += len(kept)
+    return total / (sequences * config.objective.length_constant), torch.cat(k3).mean().item()
+
+
+@pytest.mark.parametrize("microbatch_tokens", [1, 60, 10_000])
+def test_two_steps_descend_the_gradient_that_is_written_out_by_hand(
+    start, server, origin, tiny_model, microbatch_tokens
+):
+    """The whole way: buffer, microbatches, reference, divisor, beta of the step, sign of the update."""
+    kl = {"beta": 0.6, "schedule": "linear", "beta_end": 0.2, "schedule_steps": 2}
+    options = {"microbatch_tokens": microbatch_tokens, "max_grad_norm": math.inf}
+    config = configured(tiny_model, 1e-3, options, kl=kl, length_constant=7)
+    learner = start(config)
+    generator = torch.Generator().manual_seed(3)
+    model, reference = learner._policy.model, learner._policy.reference
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    groups = batches_of(2)
+    failed = [dataclasses.replace(groups[2].trajectories[0], reward=None), *groups[2].trajectories[1:]]
+    groups[2] = dataclasses.replace(groups[2], trajectories=tuple(failed))
+    offer(server, origin, groups)
+    for step, beta in enumerate((0.6, 0.4)):
+        before = copy.deepcopy(model)
+        loss, kl_reference = loss_by_hand(before, reference, groups[4 * step : 4 * step + 4], config, beta)
+        expected = torch.autograd.grad(loss, list(before.parameters()))
+        record = learner.step().record
+        assert record.loss == pytest.approx(loss.item(), rel=1e-4)
+        assert record.kl_reference == pytest.approx(kl_reference, rel=1e-3)
+        assert record.grad_norm == pytest.approx(math.hypot(*(g.norm().item() for g in expected)), rel=1e-3)
+        moved = 0.0
+        for old, new, gradient in zip(before.parameters(), model.parameters(), expected, strict=True):
+            torch.testing.assert_close(new.grad, gradient, atol=1e-5, rtol=1e-3)
+            moved += float(((new - old).detach() * gradient).sum())
+        assert moved < 0
+        assert record.sequences == 12 - (step == 0)
 
 
 @pytest.mark.parametrize("correction", ["truncated", "ppo", "decoupled_ppo"])
-def test_cut_fraction_responds_to_lag_with_one_update_a_batch(server, origin, tiny_model, correction):
+def test_cut_fraction_responds_to_lag_with_one_update_a_batch(start, server, origin, tiny_model, correction):
     """If the old log-probs were those of the step's start, every ratio would be 1, however stale the batch."""
     config = configured(tiny_model, 3e-4, importance={"correction": correction, "cap": 1.2}, kl={"beta": 0.01})
-    records = steps(server, origin, config, 5)
+    records = steps(start, server, origin, config, 5)
     assert [record.lag_max for record in records] == [0, 1, 2, 3, 4]
     cut = [record.truncated_weights for record in records]
     assert cut[0] == 0
@@ -181,30 +276,55 @@ def test_cut_fraction_responds_to_lag_with_one_update_a_batch(server, origin, ti
     assert records[4].kl_behavior_k3 > 1e-3
 
 
-def test_first_lines_name_the_row_and_the_clamps_are_told(server, origin, tiny_model, caplog):
-    config = configured(tiny_model, kl={"beta": 0.01, "estimator": "rao_blackwell", "placement": "both"})
+def test_first_lines_name_the_row(start, tiny_model, caplog):
+    both = {"estimator": "rao_blackwell", "placement": "both"}
     with caplog.at_level(logging.INFO, logger="counterflow"):
-        records = steps(server, origin, config, 2)
-    text = caplog.text
-    assert "KL objective: row unlisted: the full-vocabulary KL in reward and loss" in text
-    assert "expected KL gradient" in text and "biased" in text and "why:" in text
-    assert all(math.isfinite(record.loss) for record in records)
+        start(configured(tiny_model, kl={"beta": 0.01, **both}))
+    assert "KL objective: row unlisted: the full-vocabulary KL in reward and loss" in caplog.text
+    assert "expected KL gradient: not G: no closed form (biased; G = " in caplog.text
+    assert "why: " in caplog.text
 
 
-def test_adaptive_beta_and_scaled_learning_rate_reach_the_step(server, origin, tiny_model):
+def test_clamped_ratios_are_told(start, server, origin, tiny_model, caplog):
+    groups = batches_of(1)
+    first, *rest = groups[0].trajectories
+    told = np.full_like(first.behavior_logprobs, -91.0)
+    groups[0] = dataclasses.replace(groups[0], trajectories=(dataclasses.replace(first, behavior_logprobs=told), *rest))
+    learner = start(configured(tiny_model, kl={"beta": 0.01}))
+    offer(server, origin, groups)
+    with caplog.at_level(logging.WARNING, logger="counterflow"):
+        record = learner.step().record
+    assert f"step 1: {len(told)} tokens had a ratio outside their precision" in caplog.text
+    assert math.isfinite(record.loss)
+
+
+def test_a_gradient_that_is_not_finite_names_what_was_measured(start, server, origin, tiny_model):
+    learner = start(configured(tiny_model))
+    offer(server, origin, batches_of(1))
+    with torch.no_grad():
+        next(learner._policy.model.parameters())[:] = math.nan
+    with pytest.raises(RunFailed, match=r"step 1 is not finite \(loss nan.*lower learner.lr if"):
+        learner.step()
+
+
+def test_scaled_learning_rate_reaches_the_step(start, server, origin, tiny_model):
     config = configured(
         tiny_model,
-        kl={"beta": 0.01, "schedule": "adaptive", "target": 10.0, "horizon_steps": 1},
+        kl={"beta": 0.01},
         importance={"scale_learning_rate": True},
     )
-    records = steps(server, origin, config, 3)
+    records = steps(start, server, origin, config, 3)
     assert records[0].learning_rate == pytest.approx(3e-3)
     assert records[2].learning_rate == pytest.approx(3e-3 * math.sqrt(records[2].ess_sequence))
     assert records[2].learning_rate < 3e-3
-    kl = config.objective.kl
-    assert next_beta(kl, 0.01, 1, measured_kl=0.0) == pytest.approx(0.008)
-    linear = kl.model_copy(update={"schedule": "linear", "beta_end": 0.0, "schedule_steps": 4})
-    assert next_beta(linear, 0.123, 1, 0.0) == pytest.approx(0.0075)
+
+
+def test_beta_of_the_next_step_follows_its_schedule():
+    adaptive = with_objective(kl={"beta": 0.01, "schedule": "adaptive", "target": 10.0, "horizon_steps": 1})
+    assert next_beta(adaptive.objective.kl, 0.01, 1, measured_kl=0.0) == pytest.approx(0.008)
+    linear = with_objective(kl={"beta": 0.01, "schedule": "linear", "beta_end": 0.0, "schedule_steps": 4})
+    assert next_beta(linear.objective.kl, 0.123, 1, 0.0) == pytest.approx(0.0075)
+    assert next_beta(with_objective().objective.kl, 0.123, 1, 0.0) == 0.123
 
 
 def test_existing_keys_keep_their_meaning():
@@ -218,8 +338,8 @@ def test_existing_keys_keep_their_meaning():
             }
         }
     )
-    assert objective_spec(config) == ObjectiveSpec(beta=0.02, level="sequence", cap=3.0, kl_return="to_go")
-    assert objective_spec(RunConfig()) == ObjectiveSpec(beta=0.001, kl_return="to_go")
+    assert objective_spec(config) == ObjectiveSpec(beta=0.02, level="sequence", cap=3.0)
+    assert objective_spec(RunConfig()) == ObjectiveSpec(beta=0.001)
     assert row_of(RunConfig()).row == "off_3"
 
 
@@ -270,9 +390,10 @@ def test_rows_are_reached_as_the_documentation_says(row, kl, importance):
     assert row_of(with_objective(kl={"beta": 0.1, **kl}, importance=importance)).row == row
 
 
-def with_objective(max_lag=4, sampling=None, **objective):
+def with_objective(max_lag=4, sampling=None, sections=None, **objective):
+    admission = {"max_lag": max_lag, "samples_per_group": 4}
     return RunConfig.model_validate(
-        {"objective": objective, "admission": {"max_lag": max_lag}, "sampling": sampling or {}}
+        {"objective": objective, "admission": admission, "sampling": sampling or {}, **(sections or {})}
     )
 
 
@@ -292,6 +413,54 @@ def test_strict_kl_refuses_biased_rows_and_says_what_to_do():
         assert any("unbiased" in line for line in check_objective(fine).lines)
 
 
+GROUP_MEAN_IN_REWARD = (
+    {"kl": {"reward_weight": "per_decision"}},
+    {"importance": SEQUENCE},
+    {"kl": BOTH | {"estimator": "k3"}},
+    {"kl": BOTH | {"estimator": "rao_blackwell", "reward_weight": "per_decision"}},
+    {"max_lag": 0},
+)
+
+
+@pytest.mark.parametrize("choice", GROUP_MEAN_IN_REWARD)
+def test_strict_kl_refuses_a_kl_in_the_reward_under_the_group_mean(choice):
+    """In groups of 4 it keeps 3/4 of the KL in the reward; with leave-one-out each of these choices is exact."""
+    assert not row_of(with_objective(**choice)).biased
+    with pytest.raises(ConfigError, match="advantage rloo"):
+        check_objective(with_objective(strict_kl=True, advantage="group_mean", **choice))
+    found = audit_config(with_objective(advantage="group_mean", **choice))
+    assert found["biased"] and found["expected"].startswith("(1 - 1/G) ")
+    own = found["far"]["rows"][-1]
+    assert own["biased"] and own["expected"] == found["expected"]
+    alone = found["expected"] == "(1 - 1/G) G"
+    assert (own["bias_rel"] == pytest.approx(0.25) and own["cosine"] == pytest.approx(1)) or not alone
+    assert own["bias_rel"] > 0.01
+
+
+def test_group_mean_leaves_a_kl_in_the_loss_whole():
+    check_objective(
+        with_objective(strict_kl=True, advantage="group_mean", kl={"placement": "loss", "loss_weight": "prefix"})
+    )
+
+
+def test_bounds_that_nothing_reads_are_no_reason_to_refuse():
+    for kl, importance in (
+        ({"cap": 0.5}, {}),
+        ({"reward_weight": "none"}, {"cap": 0.5}),
+        ({"reward_weight": "sequence"}, {"cap": 0.5}),
+    ):
+        check_objective(with_objective(max_lag=0, strict_kl=True, kl=kl, importance=importance))
+    with pytest.raises(ConfigError, match=r"0\.5 G"):
+        check_objective(with_objective(max_lag=0, strict_kl=True, importance={"cap": 0.5}))
+
+
+def test_half_precision_is_warned_of():
+    for sections in ({"actors": {"dtype": "bfloat16"}}, {"learner": {"dtype": "bfloat16"}}):
+        warnings = check_objective(with_objective(max_lag=0, importance=SEQUENCE, sections=sections)).warnings
+        assert sum("bfloat16" in warning and "near 1" in warning for warning in warnings) == 1
+    assert not any("compute in" in warning for warning in check_objective(with_objective()).warnings)
+
+
 def test_truncated_sampling_with_weights_is_warned_of():
     warnings = check_objective(with_objective(sampling={"top_p": 0.9, "top_k": 5})).warnings
     (caution,) = [warning for warning in warnings if "top_p" in warning]
@@ -307,8 +476,49 @@ def test_truncated_sampling_is_never_called_unbiased():
     ):
         with pytest.raises(ConfigError, match="top_p 1 and top_k 0"):
             check_objective(config)
-        assert audit_config(config)["verdict"].startswith("Biased by what is never sampled")
+        found = audit_config(config)
+        assert found["verdict"].startswith("Biased by what is never sampled, which the toy does not measure; exact")
+        for regime in ("near", "far"):
+            own = found[regime]["rows"][-1]
+            assert (own["biased"], own["expected"]) == (True, found["expected"])
     assert not row_of(with_objective(sampling={"top_p": 0.9}, kl={"beta": 0.0})).biased
+
+
+def test_verdict_names_what_biases_the_run():
+    def verdict(**choice):
+        return audit_config(with_objective(**choice))["verdict"]
+
+    exact = {"reward_weight": "per_decision"}
+    for reduction in ("token_mean", "sequence_mean"):
+        found = verdict(reduction=reduction, kl=exact)
+        assert found.startswith(f"Biased by reduction {reduction}, which the toy does not measure; exact otherwise.")
+        assert "sampled, which" not in found
+    assert "token_mean, which the toy does not measure; otherwise off by" in verdict(reduction="token_mean")
+    assert verdict(kl=exact | {"cap": 1e6}).startswith(
+        "Biased by bounds that no weight of the toy reaches; exact within"
+    )
+    assert verdict(kl=exact | {"cap": 1.01}).startswith("Biased: off by")
+    together = verdict(reduction="token_mean", kl=exact, sampling={"top_p": 0.9})
+    assert together.startswith("Biased by what is never sampled and reduction token_mean, which")
+
+
+def test_schema_and_spec_offer_the_same_choices_with_the_same_defaults():
+    """The spec repeats them, because the mathematics knows no configuration."""
+    sections = {
+        name: RunConfig.model_fields["objective"].annotation.model_fields[name] for name in ("kl", "importance")
+    }
+    fields = {name: section.annotation.model_fields for name, section in sections.items()}
+    own = RunConfig.model_fields["objective"].annotation.model_fields
+    hints = typing.get_type_hints(ObjectiveSpec)
+    compared = []
+    for field in dataclasses.fields(ObjectiveSpec):
+        section, name = ("kl", field.name.removeprefix("kl_")) if field.name.startswith("kl_") else (None, field.name)
+        places = [fields[section]] if section else [fields["importance"], fields["kl"], own]
+        found = next(place[name] for place in places if name in place)
+        assert typing.get_args(hints[field.name]) == typing.get_args(found.annotation), field.name
+        assert field.name == "beta" or field.default == found.default, field.name
+        compared.append(field.name)
+    assert {"estimator", "reward_to_go", "kl_cap", "cap", "reduction"} <= set(compared)
 
 
 def test_values_that_do_not_go_together_are_a_config_error():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
 import types
 
@@ -78,6 +80,49 @@ def test_autocast_multiplies_in_bfloat16_and_sums_in_float32():
     assert found.dtype == entropies.dtype == policy.head.weight.grad.dtype == torch.float32
     assert 0 < (found - exact).abs().max() < 0.3
     assert (found <= 0).all()
+
+
+def confident(chance, tokens=64, vocabulary=50, width=16):
+    """A policy that gives every target that chance: the last part of a hidden state lifts its target's logit alone."""
+    policy, reference, targets = make(tokens, vocabulary, width, torch.float32, bias=False)
+    lifted = []
+    for projection in (policy, reference):
+        with torch.no_grad():
+            logits = projection.head(projection.hidden)
+            others = logits.scatter(-1, targets[:, None], -torch.inf).logsumexp(-1)
+            lift = others + math.log(chance / (1 - chance)) - logits.gather(-1, targets[:, None]).squeeze(-1)
+            one_hot = torch.nn.functional.one_hot(targets, vocabulary)
+            head = torch.nn.Linear(width + vocabulary, vocabulary, bias=False)
+            head.weight.copy_(torch.cat([projection.head.weight, torch.eye(vocabulary)], 1))
+        lifted.append(Projection(torch.cat([projection.hidden.detach(), lift[:, None] * one_hot], 1), head))
+    return *lifted, targets
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.99, 0.999, 0.9999])
+@pytest.mark.parametrize("used", [(0,), (2,), (0, 1, 2)])
+def test_bfloat16_gradient_of_confident_tokens_is_as_good_as_the_plain_formulas(chance, used):
+    """1 - p is all that is left of the target's slope: rounding p alone to bfloat16 would leave rounding errors."""
+    policy, reference, targets = confident(chance)
+
+    def gradients_of(statistics, dtype):
+        own, other = (
+            Projection(p.hidden.to(dtype).requires_grad_(), copy.deepcopy(p.head).to(dtype))
+            for p in (policy, reference)
+        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            outputs = statistics(own, other)
+        return gradients(outputs, [torch.ones(64, dtype=dtype) if n in used else None for n in range(3)], own)
+
+    def tiled(own, other):
+        found = token_statistics(own, targets, 1.0, other, (16, 17))
+        return found.logprobs, found.entropies, found.divergences
+
+    def whole(own, other):
+        return plain(own, targets, 1.0, other)
+
+    exact, rival = gradients_of(whole, torch.float64), gradients_of(whole, torch.float32)
+    for truth, theirs, ours in zip(exact, rival, gradients_of(tiled, torch.float32), strict=True):
+        assert (ours - truth).norm() <= 1.2 * (theirs - truth).norm()
 
 
 def test_no_tokens_and_no_gradient():

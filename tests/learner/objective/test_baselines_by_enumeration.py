@@ -8,15 +8,19 @@ import itertools
 import pytest
 import torch
 
-from counterflow.learner.objective import ObjectiveSpec, PolicyBatch, token_losses
+from counterflow.learner.objective.audit import catalogue, moments
+from counterflow.learner.objective.loss import token_losses
+from counterflow.learner.objective.rows import classify, refusal
+from counterflow.learner.objective.spec import ObjectiveSpec
 from counterflow.learner.objective.tables import random_tables
+from counterflow.learner.objective.types import PolicyBatch
 
 BETA = 0.3
 EXACT = {
-    "sequence": ObjectiveSpec(beta=BETA, correction="importance", level="sequence"),
-    "sequence_to_go": ObjectiveSpec(beta=BETA, correction="importance", level="sequence", kl_return="to_go"),
+    "sequence": ObjectiveSpec(beta=BETA, correction="importance", level="sequence", reward_to_go=False),
+    "sequence_to_go": ObjectiveSpec(beta=BETA, correction="importance", level="sequence"),
     "per_decision": ObjectiveSpec(
-        beta=BETA, correction="importance", level="sequence", reward_weight="per_decision", kl_return="to_go"
+        beta=BETA, correction="importance", level="sequence", reward_weight="per_decision", reward_to_go=True
     ),
     "k3_both": ObjectiveSpec(
         beta=BETA,
@@ -90,6 +94,30 @@ def test_group_mean_shrinks_reward_and_kl_alike(name):
     spec = dataclasses.replace(EXACT[name], advantage="group_mean")
     found = group_gradients(tables, rewards, spec)
     torch.testing.assert_close(found, (task - BETA * kl) / 2, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("eos", [None, 0])
+@pytest.mark.parametrize("name", EXACT)
+def test_group_mean_is_biased_by_the_factor_that_its_name_tells(name, eos):
+    """In groups of 2, `(1 - 1/G) X + Y` is X / 2 + Y: proportional to the KL's gradient with nothing in the loss."""
+    tables = random_tables(3, 2, seed=1, drift=0.6, distance=None, eos=eos)
+    fields = tables.fields()
+    spec = dataclasses.replace(EXACT[name], advantage="group_mean")
+    row = classify(spec)
+    form = {
+        "k3_both": ("(1 - 1/G) (G - F_pi) + F_pi", (fields["G"] + fields["F_pi"]) / 2),
+        "rao_blackwell": ("(1 - 1/G) (G - R_pi) + R_pi", (fields["G"] + fields["R_pi"]) / 2),
+    }
+    expected, gradient = form.get(name, ("(1 - 1/G) G", fields["G"] / 2))
+    assert (row.expected, row.biased, row.combination) == (expected, True, None)
+    assert "group mean" in row.why
+    assert (refusal(row) or "").count("advantage rloo") == 1
+    found = group_gradients(tables, torch.zeros(len(tables.responses), dtype=torch.float64), spec)
+    torch.testing.assert_close(found, -BETA * gradient, atol=1e-9, rtol=0)
+    audited = moments(tables, spec, share=1 / 2).mean
+    torch.testing.assert_close(audited, BETA * gradient, atol=1e-9, rtol=0)
+    in_loss = dataclasses.replace(catalogue(2.0)["off_16"], advantage="group_mean")
+    assert not classify(in_loss).biased
 
 
 def test_std_adds_the_kl_term_whole():

@@ -11,26 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterflow.learner.objective import (
-    ObjectiveSpec,
-    PolicyBatch,
-    advantages,
-    concatenate,
-    diagnose,
-    group_mean,
-    group_std,
-    importance_weights,
-    leave_one_out,
-    policy_loss,
-    token_losses,
-)
-from counterflow.learner.objective.diagnostics import remarks
+from counterflow.learner.objective.advantage import advantages, group_mean, group_std, leave_one_out
+from counterflow.learner.objective.diagnostics import diagnose, remarks
+from counterflow.learner.objective.importance import correct
+from counterflow.learner.objective.loss import policy_loss, token_losses
+from counterflow.learner.objective.spec import ObjectiveSpec
+from counterflow.learner.objective.types import PolicyBatch, concatenate
 
 CORRECTIONS = ("ppo", "decoupled_ppo", "cispo", "gspo", "topr", "m2po", "sequence_mask", "vtrace")
 IN_REWARD = [
-    ObjectiveSpec(beta=0.1, correction=correction, level=level, cap=cap, kl_return=kl_return)
-    for (correction, level), cap, kl_return in itertools.product(
-        [("none", "token"), ("truncated", "token"), ("truncated", "sequence")], (2.0, math.inf), ("whole", "to_go")
+    ObjectiveSpec(beta=0.1, correction=correction, level=level, cap=cap, reward_to_go=to_go)
+    for (correction, level), cap, to_go in itertools.product(
+        [("none", "token"), ("truncated", "token"), ("truncated", "sequence")], (2.0, math.inf), (False, True)
     )
 ]
 IN_REWARD += [
@@ -39,15 +31,15 @@ IN_REWARD += [
 ]
 IN_REWARD += [ObjectiveSpec(beta=0.1, correction=correction) for correction in CORRECTIONS]
 IN_REWARD += [
-    ObjectiveSpec(beta=0.1, estimator=estimator, reward_weight=weight, kl_cap=cap, kl_return="to_go")
+    ObjectiveSpec(beta=0.1, estimator=estimator, reward_weight=weight, kl_cap=cap, reward_to_go=True)
     for estimator, weight, cap in itertools.product(
         ("k1", "k3", "rao_blackwell"), ("none", "prefix", "per_decision", "sequence"), (2.0, math.inf)
     )
 ]
 IN_REWARD += [
-    ObjectiveSpec(beta=0.1, advantage=advantage, kl_return=kl_return, reward_weight=weight)
-    for advantage, kl_return, weight in itertools.product(
-        ("group_mean", "group_std"), ("whole", "to_go"), ("importance", "per_decision")
+    ObjectiveSpec(beta=0.1, advantage=advantage, reward_to_go=to_go, reward_weight=weight)
+    for advantage, to_go, weight in itertools.product(
+        ("group_mean", "group_std"), (False, True), ("importance", "per_decision")
     )
 ]
 SPECS = [
@@ -94,10 +86,14 @@ def make_batch(lengths, group, seed=0, dtype=torch.float64):
     )
 
 
-def gradient(batch, spec, normalizer=10.0):
+def weights_of(batch, spec):
+    return correct(batch, spec, torch.ones_like(batch.logprobs)).weight
+
+
+def gradient(batch, spec, divisor=10.0):
     """In the log-probs, and in the full-vocabulary KLs, which have their own way to the weights: float [2, tokens]."""
     leaves = (batch.logprobs, batch.reference_divergence)
-    loss = policy_loss(batch, spec, normalizer)
+    loss = policy_loss(batch, spec, divisor)
     return torch.stack(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
 
 
@@ -166,7 +162,7 @@ def test_masked_tokens_contribute_exactly_nothing(spec, rubbish):
         assert found[:, dirty_at].eq(0).all()
         torch.testing.assert_close(found[:, ~dirty_at], gradient(clean, spec), atol=1e-15, rtol=1e-14)
         assert torch.equal(token_losses(batch, spec)[dirty_at], torch.zeros(8, dtype=torch.float64))
-        assert importance_weights(batch, spec)[dirty_at].eq(0).all()
+        assert weights_of(batch, spec)[dirty_at].eq(0).all()
         assert dataclasses.astuple(diagnose(batch, spec)) == pytest.approx(dataclasses.astuple(diagnose(clean, spec)))
 
 
@@ -188,7 +184,7 @@ def test_ratios_of_e_to_the_89_stay_finite(spec, dtype):
         )
         assert torch.isfinite(token_losses(batch, spec)).all()
         assert torch.isfinite(gradient(batch, spec)).all()
-        assert torch.isfinite(importance_weights(batch, spec).square()).all()
+        assert torch.isfinite(weights_of(batch, spec).square()).all()
         assert all(math.isfinite(value) for value in dataclasses.astuple(diagnose(batch, spec)))
 
 
@@ -222,7 +218,7 @@ def test_a_weight_never_passes_its_cap_and_carries_no_gradient():
     batch = make_batch([3, 2, 4], [0, 0, 0])
     batch = dataclasses.replace(batch, behavior_logprobs=batch.behavior_logprobs - 2.0)
     for level in ("token", "sequence"):
-        weights = importance_weights(batch, ObjectiveSpec(beta=0, level=level, cap=1.25))
+        weights = weights_of(batch, ObjectiveSpec(beta=0, level=level, cap=1.25))
         assert weights.max().item() == 1.25
         assert not weights.requires_grad
 
@@ -258,13 +254,13 @@ def test_groups_may_be_incomplete_and_a_group_of_one_teaches_nothing():
         assert torch.equal(gradient(lone, spec), torch.zeros(2, 3, dtype=torch.float64))
         measured = diagnose(lone, spec)
         assert measured.lone_sequences == 1
-        assert any("alone in their group" in remark for remark in remarks(measured))
+        assert any("alone in their group" in remark for remark in remarks(measured, spec))
 
 
 def test_return_to_go_leaves_out_the_past_of_its_own_sequence_only():
     batch = make_batch([2, 0, 3], [0, 0, 0])
     penalty = 0.5 * (batch.logprobs.detach() - batch.reference_logprobs)
-    whole, to_go = (advantages(batch, ObjectiveSpec(beta=0.5, kl_return=kl_return)) for kl_return in ("whole", "to_go"))
+    whole, to_go = (advantages(batch, ObjectiveSpec(beta=0.5, reward_to_go=chosen)) for chosen in (False, True))
     past = torch.stack([0 * penalty[0], penalty[0], 0 * penalty[0], penalty[2], penalty[2] + penalty[3]])
     torch.testing.assert_close(to_go - whole, past, atol=1e-12, rtol=0)
 
@@ -320,7 +316,7 @@ def test_misshapen_input_is_refused():
         dataclasses.replace(batch, loss_mask=torch.ones(5))
     with pytest.raises(ValueError, match="group"):
         dataclasses.replace(batch, group=torch.zeros(3))
-    with pytest.raises(ValueError, match="normalizer"):
+    with pytest.raises(ValueError, match="divisor"):
         policy_loss(batch, ObjectiveSpec(beta=0), 0.0)
     with pytest.raises(ValueError, match="beta"):
         ObjectiveSpec(beta=-1.0)
@@ -337,19 +333,24 @@ def test_equal_rewards_under_std_leave_the_kl_term_at_its_own_scale():
     torch.testing.assert_close(strong, 1e4 * faint)
     alone = advantages(batch, ObjectiveSpec(beta=0, advantage="group_std"))
     assert alone.eq(0).all()
-    measured = diagnose(batch, ObjectiveSpec(beta=1e-6, advantage="group_std"))
-    assert measured.zero_signal_groups == 1
-    assert any("equal task rewards" in remark for remark in remarks(measured))
+    assert diagnose(batch, ObjectiveSpec(beta=1e-6, advantage="group_std")).zero_signal_groups == 1
+
+
+def test_group_std_divides_by_the_spread_of_its_own_group():
+    """0, 1, 5 have mean 2 and, with n - 1, variance 7; 0 and 4 have mean 2 and variance 8; one alone has neither."""
+    rewards = torch.tensor([0.0, 4.0, 1.0, 0.0, 5.0, 9.0], dtype=torch.float64)
+    group = torch.tensor([0, 1, 0, 1, 0, 2])
+    expected = [-0.75592894602, 0.70710678119, -0.37796447301, -0.70710678119, 1.13389341903, 0.0]
+    assert group_std(rewards, group).tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_std_normalises_the_task_reward_only():
     batch = make_batch([3, 2, 4], [0, 0, 0])
-    rewards = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
-    batch = dataclasses.replace(batch, rewards=rewards)
-    plain = group_std(rewards, batch.group)[batch.sequence]
+    batch = dataclasses.replace(batch, rewards=torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64))
+    task = torch.tensor([-0.75592894602, -0.37796447301, 1.13389341903], dtype=torch.float64)[batch.sequence]
     kl = advantages(batch, ObjectiveSpec(beta=0.5)) - advantages(batch, ObjectiveSpec(beta=0.0))
-    torch.testing.assert_close(advantages(batch, ObjectiveSpec(beta=0.5, advantage="group_std")), plain + kl)
-    torch.testing.assert_close(plain.std(), advantages(batch, ObjectiveSpec(beta=0, advantage="group_std")).std())
+    found = advantages(batch, ObjectiveSpec(beta=0.5, advantage="group_std"))
+    torch.testing.assert_close(found, task + kl, atol=1e-6, rtol=0)
 
 
 def test_group_mean_is_leave_one_out_shrunk():
@@ -388,7 +389,29 @@ def test_a_reference_sixty_nats_away_keeps_its_pull_and_is_told(current, referen
         # k3 in both is r - 1 + k1 from the reward and 1 - r from the loss: past float32, only the remark is left.
         assert slope[0] != 0 or (estimator, placement, clamped) == ("k3", "both", 1)
         assert measured.bounded_exponents == (clamped if estimator == "k3" else 0)
-        assert any("clamped" in remark for remark in remarks(measured)) == bool(measured.bounded_exponents)
+        assert any("clamped" in remark for remark in remarks(measured, spec)) == bool(measured.bounded_exponents)
+
+
+@pytest.mark.parametrize(
+    ("options", "alone", "equal"),
+    [
+        ({"beta": 0.1}, "teach nothing", "only the KL term teaches"),
+        ({"beta": 0.0}, "teach nothing", "nothing teaches"),
+        ({"beta": 0.1, "placement": "loss"}, "only the KL in the loss teaches", "only the KL term teaches"),
+        ({"beta": 0.1, "advantage": "plain"}, None, None),
+        ({"beta": 0.0, "advantage": "plain"}, None, None),
+    ],
+)
+def test_remarks_say_what_teaches_and_the_gradient_agrees(options, alone, equal):
+    spec = ObjectiveSpec(**options)
+    lone = make_batch([3], [8])
+    lone = dataclasses.replace(lone, rewards=torch.ones(1, dtype=torch.float64))
+    same = make_batch([3, 2], [0, 0])
+    same = dataclasses.replace(same, rewards=torch.ones(2, dtype=torch.float64))
+    for batch, words in ((lone, alone), (same, equal)):
+        found = [r for r in remarks(diagnose(batch, spec), spec) if "alone" in r or batch is same]
+        assert [r.split(": ")[1].removesuffix(" there") for r in found] == ([words] if words else [])
+        assert bool(gradient(batch, spec).ne(0).any()) == (words not in ("teach nothing", "nothing teaches"))
 
 
 def test_a_ratio_of_e_to_the_89_is_told():
@@ -406,22 +429,20 @@ def test_weights_that_vanish_are_told():
     batch = make_batch([4096, 3], [0, 0], dtype=torch.float32)
     batch = dataclasses.replace(batch, behavior_logprobs=batch.logprobs.detach() + 0.1)
     spec = ObjectiveSpec(beta=0.1, correction="importance", level="prefix")
-    weights = importance_weights(batch, spec)
+    weights = weights_of(batch, spec)
     measured = diagnose(batch, spec)
     assert weights[4095] == 0
     assert measured.bounded_exponents == pytest.approx(4096 - 873, abs=2)
-    assert any("or is 0" in remark for remark in remarks(measured))
+    assert any("or is 0" in remark for remark in remarks(measured, spec))
     assert diagnose(batch, ObjectiveSpec(beta=0.1)).bounded_exponents == 0
 
 
 def test_running_products_of_four_thousand_tokens_are_those_of_float64():
     batch = make_batch([4096, 7], [0, 0], dtype=torch.float32)
-    ratios = (batch.logprobs.detach() - batch.behavior_logprobs).double()
     small = dataclasses.replace(batch, behavior_logprobs=(batch.logprobs.detach() - 1e-3).float())
-    weights = importance_weights(small, ObjectiveSpec(beta=0, correction="importance", level="prefix"))
+    weights = weights_of(small, ObjectiveSpec(beta=0, correction="importance", level="prefix"))
     expected = (small.logprobs.detach() - small.behavior_logprobs).double()[:4096].cumsum(0).exp()
     torch.testing.assert_close(weights[:4096].double(), expected, rtol=1e-5, atol=0)
-    assert ratios.shape == (4103,)
     for spec in SPECS:
         assert torch.isfinite(gradient(batch, spec)).all()
 

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterflow.learner.objective import ObjectiveSpec
 from counterflow.learner.objective.audit import audit, audit_tables, audit_toy, catalogue, moments
-from counterflow.learner.objective.rows import classify
+from counterflow.learner.objective.rows import cautions, classify
+from counterflow.learner.objective.spec import ObjectiveSpec
 from counterflow.learner.objective.tables import Tables, random_tables
 
 GOLDEN = json.loads((Path(__file__).parent / "kl_v2t2.json").read_text())
@@ -161,7 +161,6 @@ def test_named_fields_are_those_of_the_loops(eos):
         "F_pi": ("pi", lambda f, t: -r(f[t])),
         "F_mu": ("mu", lambda f, t: -f[t]["rho"] * r(f[t])),
         "K_mu_pi": ("mu", lambda f, t: -1.0),
-        "K_pi_mu": ("pi", lambda f, t: sum(math.log(x["rho"]) for x in f[t:])),
         "S_pi": ("pi", lambda f, t: f[t]["k1"] + sum(x["k1"] ** 2 / 2 for x in f[t:])),
     }
     fields = tables.fields()
@@ -171,29 +170,41 @@ def test_named_fields_are_those_of_the_loops(eos):
 
 
 def choices():
-    """Every combination of the KL term's own options, and every correction for a KL that shares it."""
-    for estimator, kl_return in itertools.product(("k1", "k2", "k3", "rao_blackwell"), ("whole", "to_go")):
-        base = ObjectiveSpec(beta=1.0, estimator=estimator, kl_return=kl_return, correction="none", advantage="plain")
-        weights = ("none", "token", "prefix", "per_decision", "sequence", "geometric")
-        losses = [("none", False), *itertools.product(("token", "prefix", "sequence"), (True, False))]
-        for reward_weight in weights:
-            yield dataclasses.replace(base, reward_weight=reward_weight)
-            for loss_weight, moving in losses:
-                yield dataclasses.replace(
-                    base,
-                    placement="both",
-                    reward_weight=reward_weight,
-                    loss_weight=loss_weight,
-                    differentiate_weight=moving,
-                )
-        for loss_weight, moving in losses:
-            yield dataclasses.replace(base, placement="loss", loss_weight=loss_weight, differentiate_weight=moving)
+    """Every combination of the KL term's own options, and every correction for a KL that shares it, cut and uncut."""
+    for estimator, to_go in itertools.product(("k1", "k2", "k3", "rao_blackwell"), (False, True)):
+        base = ObjectiveSpec(beta=1.0, estimator=estimator, reward_to_go=to_go, correction="none", advantage="plain")
+        yield from own_weights(base)
+        for kl_cap in (0.5, 1.3) if to_go else ():
+            yield from own_weights(dataclasses.replace(base, kl_cap=kl_cap))
         for correction, level in itertools.product(
             ("importance", "truncated", "masked"), ("token", "prefix", "sequence", "geometric")
         ):
             yield dataclasses.replace(base, correction=correction, level=level, cap=1.3)
+            # A cap that the KL's own weights do not read, beside one that nothing reads.
+            own = dataclasses.replace(base, reward_weight="none", correction=correction, level=level, cap=1.3)
+            yield dataclasses.replace(own, kl_cap=0.5)
         for correction in ("ppo", "decoupled_ppo", "cispo", "gspo", "topr", "m2po", "sequence_mask", "vtrace"):
             yield dataclasses.replace(base, correction=correction)
+            for cap in (0.5, 1.3):
+                yield dataclasses.replace(base, correction=correction, cap=cap, trace_cap=1.3)
+                yield dataclasses.replace(base, correction=correction, cap=cap, reward_weight="sequence")
+        for level in ("token", "prefix", "sequence", "geometric"):
+            yield dataclasses.replace(base, correction="truncated", level=level, cap=0.5)
+            yield dataclasses.replace(base, correction="truncated", level=level, cap=0.5, placement="both")
+            yield dataclasses.replace(base, correction="truncated", level=level, cap=0.5, placement="loss")
+        yield dataclasses.replace(base, correction="vtrace", trace_cap=0.5)
+
+
+def own_weights(base):
+    """Every placement of the KL with every weight of its own."""
+    losses = [("none", False), *itertools.product(("token", "prefix", "sequence"), (True, False))]
+    for loss_weight, moving in losses:
+        chosen = dataclasses.replace(base, loss_weight=loss_weight, differentiate_weight=moving)
+        yield dataclasses.replace(chosen, placement="loss")
+        for reward_weight in ("none", "token", "prefix", "per_decision", "sequence", "geometric"):
+            yield dataclasses.replace(chosen, placement="both", reward_weight=reward_weight)
+    for reward_weight in ("none", "token", "prefix", "per_decision", "sequence", "geometric"):
+        yield dataclasses.replace(base, reward_weight=reward_weight)
 
 
 @pytest.mark.parametrize("on_policy", [False, True])
@@ -323,7 +334,7 @@ def test_per_decision_and_to_go_have_less_variance_than_the_whole_sequence():
     rows = catalogue(2.0)
     whole = moments(tables, rows["off_1"]).variance
     assert moments(tables, rows["off_2"]).variance < whole
-    assert moments(tables, dataclasses.replace(rows["off_1"], kl_return="to_go")).variance < whole
+    assert moments(tables, dataclasses.replace(rows["off_1"], reward_to_go=True)).variance < whole
 
 
 def test_rao_blackwell_is_exact_in_both_and_quieter_than_one_sample():
@@ -333,7 +344,7 @@ def test_rao_blackwell_is_exact_in_both_and_quieter_than_one_sample():
         beta=1.0,
         estimator="rao_blackwell",
         placement="both",
-        kl_return="to_go",
+        reward_to_go=True,
         correction="none",
         reward_weight="per_decision",
         loss_weight="prefix",
@@ -354,6 +365,58 @@ def test_audit_rows_are_classified_as_what_they_are_called():
     assert exact == set(EXACT)
 
 
+def test_words_tell_the_return_apart_where_it_matters():
+    tables = random_tables(3, 3, seed=2, drift=0.6, distance=None)
+    fourth = catalogue(2.0)["off_4"]
+    whole = dataclasses.replace(fourth, reward_to_go=False)
+    assert (moments(tables, fourth).mean - moments(tables, whole).mean).abs().max() > 1e-2
+    assert "k1 to go" in classify(fourth).expected
+    assert "whole response" in classify(whole).expected and "to go" not in classify(whole).expected
+    sixth = catalogue(2.0)["off_6"]
+    to_go = dataclasses.replace(sixth, reward_to_go=True)
+    assert classify(to_go).row == classify(sixth).row == "off_6"
+    assert "return to go" in classify(to_go).what and "whole return" in classify(sixth).what
+
+
+def test_a_cap_is_named_as_the_cause_where_it_is():
+    exact = catalogue(2.0)
+    cut = {
+        "off_1": {"correction": "truncated"},
+        "off_2": {"kl_cap": 5.0},
+        "off_16": {"kl_cap": 5.0},
+        "off_18_k1": {"reward_weight": "importance", "correction": "truncated", "level": "sequence"},
+        "off_18_k3": {"kl_cap": 5.0},
+        "off_8": {"correction": "truncated"},
+    }
+    for name, options in cut.items():
+        assert "cut" not in classify(exact[name]).why.lower()
+        why = classify(dataclasses.replace(exact[name], **options)).why
+        assert "Cutting weights biases it" in why, name
+    masked = dataclasses.replace(exact["off_1"], correction="masked")
+    assert "cut or masked biases it" in classify(masked).why
+    halved = classify(dataclasses.replace(exact["off_3"], correction="truncated", cap=0.5))
+    assert "0.5 G at pi = mu" in halved.expected
+
+
+def test_bounds_that_nothing_reads_change_no_verdict_on_policy():
+    first = ObjectiveSpec(beta=1.0)
+    for idle in (
+        {"kl_cap": 0.5},
+        {"cap": 0.5, "reward_weight": "none"},
+        {"cap": 0.5, "reward_weight": "sequence"},
+        {"kl_cap": 0.5, "estimator": "rao_blackwell", "placement": "both"},
+        {"cap": 0.5, "reward_weight": "none", "estimator": "rao_blackwell", "placement": "both"},
+    ):
+        row = classify(dataclasses.replace(first, **idle), on_policy=True)
+        assert (row.expected, row.biased) == ("G", False), idle
+    for read in ({"cap": 0.5}, {"kl_cap": 0.5, "reward_weight": "sequence"}):
+        row = classify(dataclasses.replace(first, **read), on_policy=True)
+        assert (row.expected, row.biased) == ("0.5 G", True), read
+    task = cautions(dataclasses.replace(first, cap=0.5, reward_weight="none"), on_policy=True)
+    assert any("even on-policy" in caution for caution in task)
+    assert cautions(first, on_policy=True) == []
+
+
 def test_audit_of_tables_has_the_promised_shape():
     tables = golden_tables()
     document = {"vocab": 2, "length": 2, **{name: getattr(tables, name).tolist() for name in ("pi", "mu", "ref")}}
@@ -370,6 +433,15 @@ def test_audit_of_tables_has_the_promised_shape():
         assert row["biased"] == (row["bias_abs"] > 1e-9)
     with pytest.raises(ValueError, match="has shape"):
         audit_tables({**document, "pi": [[0.0, 1.0]]})
+    for broken in (None, [2], {}, math.inf, 2.5):
+        with pytest.raises(ValueError, match="whole numbers"):
+            audit_tables({**document, "vocab": broken})
+    for broken in (None, {}, "pi", [[0.0, [1.0]]], 3.0):
+        with pytest.raises(ValueError, match="a table is|has shape"):
+            audit_tables({**document, "mu": broken})
+    for broken in (math.inf, math.nan, -1.0):
+        with pytest.raises(ValueError, match="drift"):
+            audit_toy(drift=broken)
     with pytest.raises(ValueError, match="no ref"):
         audit_tables({key: value for key, value in document.items() if key != "ref"})
     with pytest.raises(ValueError, match="too many"):

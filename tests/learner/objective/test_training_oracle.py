@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from counterflow.learner.objective import ObjectiveSpec, sum_segments, token_losses
+from counterflow.learner.objective.loss import token_losses
+from counterflow.learner.objective.segments import sum_segments
+from counterflow.learner.objective.spec import ObjectiveSpec
 from counterflow.learner.objective.tables import Tables
 
 BETA, STEPS = 0.1, 400

@@ -1,0 +1,45 @@
+"""Reading policies: which of the groups at hand make the next batch, as pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Literal
+
+from counterflow.buffer.inbox import Entry
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Which groups are read, and how often."""
+
+    order: Literal["admission", "ready", "freshest"] = "admission"
+    """By admission number; as they arrived; or those with the newest token first."""
+    uses: int = 1
+    """Steps that train each group."""
+    max_lag: float = math.inf
+    """Groups with an older token are dropped as stale, unless they are read in admission order."""
+    drop_equal_rewards: bool = False
+    """Drop groups whose task rewards are all equal as filtered: they carry no signal."""
+
+
+def next_in_admission_order(count: int, outstanding: Set[int], admitted: int) -> list[int]:
+    """The `count` lowest numbers that are still to be trained, those to be admitted next included.
+
+    Args:
+        outstanding: groups being generated or on the stream.
+        admitted: the number that the next admission will get.
+    """
+    first = sorted(outstanding)[:count]
+    return first + list(range(admitted, admitted + count - len(first)))
+
+
+def next_ready(count: int, entries: Mapping[int, Entry]) -> list[int]:
+    """The `count` groups that arrived first; fewer when fewer are there."""
+    return sorted(entries, key=lambda n: [int(part) for part in entries[n].entry_id.split(b"-")])[:count]
+
+
+def next_freshest(count: int, entries: Mapping[int, Entry]) -> list[int]:
+    """The `count` groups with the newest tokens, by admission among equals; fewer when fewer are there."""
+    return sorted(entries, key=lambda n: (-(entries[n].group.newest_version or 0), n))[:count]

@@ -1,0 +1,185 @@
+"""kill -9 of producers, learner and server at random moments: nothing is lost or trained twice, the ledger closes.
+
+The processes are real ones, the moments follow from a seed. Where power is cut, the server also loses the end of its
+log, which a kill alone does not do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import random
+import time
+from collections import Counter
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import pytest
+from groups import make_group
+
+from counterflow.actors.tasks import prompt_index
+from counterflow.buffer.admission import open_groups
+from counterflow.buffer.archive import Archive, read_steps
+from counterflow.buffer.codec import encode
+from counterflow.buffer.connection import Address, connect
+from counterflow.buffer.consumer import Consumer
+from counterflow.buffer.producer import Capacity, Producer
+from counterflow.buffer.server import EmbeddedServer
+from counterflow.buffer.store import Keys, read_ledger
+from counterflow.buffer.trajectory import Origin
+
+GROUPS_PER_STEP, MAX_LAG, EPOCHS = 4, 3, 3
+ORIGIN = Origin(run_id="chaos", model_fingerprint="model", tokenizer_fingerprint="tokenizer", sampling="{}")
+CAPACITY = Capacity(groups=40, bytes=1 << 30, groups_per_step=GROUPS_PER_STEP)
+
+
+def generate(address: Address, total: int, hurry: Path) -> None:
+    """A producer: leases, takes its time, adds; now and then an attempt fails."""
+
+    def pause(moments: random.Random) -> float:
+        return 0 if hurry.exists() else moments.uniform(0, 0.12)
+
+    async def one(producer: Producer, version: int, moments: random.Random) -> None:
+        opened = open_groups(version, MAX_LAG, GROUPS_PER_STEP, total)
+        leases, _ = await producer.admit(opened, wanted=3)
+        if not leases:
+            await asyncio.sleep(0.02)
+        for lease in leases:
+            await asyncio.sleep(pause(moments))
+            group = make_group(lease.admission, version=version)
+            if moments.random() < 0.05:
+                await producer.fail(lease, group.response_tokens)
+            else:
+                await producer.add(lease, group.response_tokens, encode(group, ORIGIN.schema()))
+
+    async def main() -> None:
+        producer = Producer(address, ORIGIN.run_id, capacity=CAPACITY, lease_s=1.5, attempts=10_000)
+        moments, client = random.Random(os.getpid()), connect(address)
+        version = 0
+        while True:
+            # Versions reach a producer late, or not at all while the server is away.
+            try:
+                version = int(client.hget(Keys.of(ORIGIN.run_id).state, "version") or 0)
+            except Exception:
+                await asyncio.sleep(0.05)
+            await one(producer, version, moments)
+
+    asyncio.run(main())
+
+
+def learn(address: Address, folder: Path, steps: int) -> None:
+    """A learner: takes a batch, "trains", commits."""
+    consumer = Consumer(address, ORIGIN, Archive(folder, ORIGIN, segment_bytes=1 << 16))
+    while consumer.version < steps:
+        entries = consumer.take(GROUPS_PER_STEP, timeout_s=60)
+        time.sleep(random.uniform(0, 0.01))
+        consumer.commit(entries, consumer.version + 1)
+    consumer.close()
+
+
+class Chaos:
+    """The processes, and the one who kills them."""
+
+    def __init__(self, folder: Path, server: EmbeddedServer, prompts: int, victims: list[str], seed: int) -> None:
+        self.victims = victims
+        self.folder, self.server, self.moments = folder, server, random.Random(seed)
+        self.total = prompts * EPOCHS
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload([__name__])
+        self.killed: Counter[str] = Counter()
+        self.producers = [self.producer() for _ in range(2)]
+        self.learner = self.new_learner()
+
+    def producer(self) -> ForkServerProcess:
+        return self.begin(generate, self.server.address, self.total, self.folder / "hurry")
+
+    def new_learner(self) -> ForkServerProcess:
+        return self.begin(learn, self.server.address, self.folder / "archive", self.total // GROUPS_PER_STEP)
+
+    def begin(self, target: object, *args: object) -> ForkServerProcess:
+        process = self.context.Process(target=target, args=args, daemon=True)  # type: ignore[arg-type]
+        process.start()
+        return process
+
+    def begin_to_learn(self) -> None:
+        """Wait until the first step is committed."""
+        deadline = time.monotonic() + 60
+        while not read_ledger(self.server.address, ORIGIN.run_id).trained:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def strike(self) -> None:
+        """Kill one process and start it again, after a while or at once."""
+        time.sleep(self.moments.uniform(0, 0.6))
+        victim = self.moments.choice(self.victims)
+        self.killed[victim] += 1
+        if victim == "producer":
+            index = self.moments.randrange(len(self.producers))
+            self.end(self.producers[index])
+            self.producers[index] = self.producer()
+        elif victim == "learner":
+            self.end(self.learner)
+            self.learner = self.new_learner()
+        else:
+            with connect(self.server.address) as client:
+                pid = int(client.info("server")["process_id"])
+            os.kill(pid, 9)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if victim != "server":
+                self.cut_log()
+            time.sleep(self.moments.uniform(0, 0.3))
+            assert self.server.revive()
+
+    def cut_log(self) -> None:
+        logs = sorted((self.folder / "buffer").rglob("*.incr.aof"), key=lambda path: int(path.name.split(".")[-3]))
+        size = logs[-1].stat().st_size
+        os.truncate(logs[-1], max(0, size - self.moments.randrange(20_000)))
+
+    def end(self, process: ForkServerProcess) -> None:
+        process.kill()
+        process.join()
+
+    def calm(self) -> None:
+        """Let the run come to its end."""
+        (self.folder / "hurry").touch()
+        deadline = time.monotonic() + 120
+        while self.learner.exitcode is None:
+            assert time.monotonic() < deadline, read_ledger(self.server.address, ORIGIN.run_id)
+            time.sleep(0.05)
+        for process in self.producers:
+            self.end(process)
+
+
+@pytest.mark.parametrize(
+    ("kills", "prompts", "power_cuts"),
+    [
+        pytest.param(12, 60, False, id="12"),
+        pytest.param(100, 480, False, id="100", marks=pytest.mark.slow),
+        pytest.param(100, 480, True, id="100 and power cuts", marks=pytest.mark.slow),
+    ],
+)
+def test_kills_lose_groups_or_train_them_twice(tmp_path: Path, kills: int, prompts: int, power_cuts: bool) -> None:
+    victims = ["producer", "learner", "server"] + ["server and the end of its log"] * power_cuts
+    with EmbeddedServer(tmp_path / "buffer", timeout_s=20) as server:
+        chaos = Chaos(tmp_path, server, prompts, victims, seed=0)
+        chaos.begin_to_learn()
+        for _ in range(kills):
+            chaos.strike()
+            assert chaos.learner.exitcode in (None, 0), "the learner died by itself"
+            assert all(producer.exitcode is None for producer in chaos.producers), "a producer died by itself"
+        assert chaos.learner.exitcode is None, "the run ended before the last kill: give it more prompts"
+        chaos.calm()
+        assert chaos.learner.exitcode == 0
+        ledger = read_ledger(server.address, ORIGIN.run_id)
+    steps = list(read_steps(tmp_path / "archive"))
+    trained = [batch.column("admission")[0].as_py() for step in steps for batch in step.groups]
+    print(f"killed {dict(chaos.killed)}; {ledger}")
+    assert sorted(trained) == list(range(chaos.total))
+    assert [step.learner_version for step in steps] == list(range(chaos.total // GROUPS_PER_STEP))
+    assert ledger.closes and ledger.trained == chaos.total
+    assert (ledger.buffered, ledger.in_flight) == (0, 0)
+    assert set(ledger.dropped) <= {"duplicate"}
+    # Only a cut log loses what was acknowledged.
+    assert ledger.regenerated == 0 or power_cuts
+    assert set(Counter(prompt_index(n, prompts, seed=0) for n in trained).values()) == {EPOCHS}
