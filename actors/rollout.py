@@ -197,7 +197,7 @@ class RolloutActor:
             if all(reward is None for reward in rewards):
                 raise ValueError(f"every reward failed: {self._rewards.last_error}")
             group = self._group(lease, prompt, completions, rewards, started_at)
-            await self._producer.add(lease, group.response_tokens, encode(group, self._schema))
+            await self._producer.add(group, encode(group, self._schema))
         except (RunFailed, BufferUnavailable):
             raise
         except Exception as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from functools import lru_cache
 from itertools import pairwise
 from struct import unpack_from
 from typing import Any
@@ -72,8 +73,7 @@ def read_batch(payload: bytes, origin: Origin) -> pa.RecordBatch:
     source = pa.BufferReader(payload)
     try:
         messages = pa.ipc.MessageReader.open_stream(source)
-        schema = pa.ipc.read_schema(_next_message(messages, "schema"))
-        _check_origin(schema, origin)
+        schema = _schema(_next_message(messages, "schema").serialize().to_pybytes(), origin)
         message = _next_message(messages, "record batch")
         if _is_compressed(message.metadata):
             raise EntryError("the record batch is compressed; groups travel as they are")
@@ -129,6 +129,14 @@ def from_batch(batch: pa.RecordBatch) -> Group:
         started_at_us=_shared("started_at", columns["started_at"].view(pa.int64()).to_pylist()),
         finished_at_us=_shared("finished_at", columns["finished_at"].view(pa.int64()).to_pylist()),
     )
+
+
+@lru_cache(maxsize=4)
+def _schema(message: bytes, origin: Origin) -> pa.Schema:
+    """The schema in a message, checked; one object for all groups of a run."""
+    schema = pa.ipc.read_schema(pa.BufferReader(message))
+    _check_origin(schema, origin)
+    return schema
 
 
 def _check_origin(schema: pa.Schema, origin: Origin) -> None:

@@ -1,30 +1,26 @@
 #!lua flags=allow-oom
 -- Take an entry out of the stream untrained, with the reason; what cannot be read goes to the quarantine stream.
 -- KEYS: state, stream, buffered, uses, quarantine
--- ARGV: consumer group, term, entry id, n, reason, detail, quarantined entries kept (0: no quarantine)
--- Returns 1 when a group of the run was dropped, 0 when the entry was a stranger's or is gone.
+-- ARGV: term, entry id, n (empty: no group of the run's), reason, detail, entries that the quarantine keeps (0: not there)
 local state, stream, buffered, uses, quarantine = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local consumers, term, id, n, reason, detail, kept = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
+local term, id, n, reason, detail, kept = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 if redis.call('HGET', state, 'term') ~= term then
   return redis.error_reply('SUPERSEDED another learner has taken over')
 end
 local entry = redis.call('XRANGE', stream, id, id)[1]
-if not entry then return 0 end
-if kept ~= '0' then
-  redis.call('XADD', quarantine, 'MAXLEN', '~', kept, '*', 'reason', detail, 'entry', id, unpack(entry[2]))
+if entry and kept ~= '0' then
+  redis.call('XADD', quarantine, 'MAXLEN', kept, '*', 'reason', detail, 'entry', id, unpack(entry[2]))
 end
-redis.call('XACK', stream, consumers, id)
 redis.call('XDEL', stream, id)
 local known, tokens, bytes = string.match(redis.call('HGET', buffered, n) or '', '(%S+) (%d+) (%d+)')
-if known ~= id then
+if known == id then
+  redis.call('HDEL', buffered, n)
+  redis.call('HDEL', uses, n)
+  redis.call('HINCRBY', state, 'replaced', 1)
+  redis.call('HINCRBY', state, 'dropped:' .. reason, 1)
+  redis.call('HINCRBY', state, 'tokens_dropped:' .. reason, tokens)
+  redis.call('HINCRBY', state, 'tokens_buffered', -tokens)
+  redis.call('HINCRBY', state, 'bytes_buffered', -bytes)
+elseif entry then
   redis.call('HINCRBY', state, 'strangers', 1)
-  return 0
 end
-redis.call('HDEL', buffered, n)
-redis.call('HDEL', uses, n)
-redis.call('HINCRBY', state, 'replaced', 1)
-redis.call('HINCRBY', state, 'dropped:' .. reason, 1)
-redis.call('HINCRBY', state, 'tokens_dropped:' .. reason, tokens)
-redis.call('HINCRBY', state, 'tokens_buffered', -tokens)
-redis.call('HINCRBY', state, 'bytes_buffered', -bytes)
-return 1

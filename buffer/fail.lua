@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
 -- Give a lease back unfinished: the group is tried again at once, or dropped when its attempts are used up.
--- KEYS: state, leases, attempts, answered   ARGV: n, attempt, tokens, max_attempts, remembered answers
+-- KEYS: state, leases, attempts, answered   ARGV: call, n, attempt, tokens, max_attempts, answers to remember
 -- Returns 1 when the group will be tried again, 0 when it was dropped, or is no longer this attempt's.
 local state, leases, attempts, answered = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local n, attempt, tokens, max_attempts = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local call = 'fail:' .. n .. ':' .. attempt .. ':'
-if redis.call('ZSCORE', answered, call .. '1') then return 1 end
-if redis.call('ZSCORE', answered, call .. '0') then return 0 end
+local call, n, attempt, tokens, max_attempts = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+for said = 0, 1 do
+  if redis.call('ZSCORE', answered, call .. ':' .. said) then return said end
+end
 
 redis.call('HINCRBY', state, 'tokens_generated', tokens)
 redis.call('HINCRBY', state, 'tokens_dropped:failed', tokens)
@@ -22,6 +22,6 @@ if redis.call('ZSCORE', leases, n) and redis.call('HGET', attempts, n) == attemp
     redis.call('HINCRBY', state, 'dropped:poison', 1)
   end
 end
-redis.call('ZADD', answered, n, call .. retried)
-redis.call('ZREMRANGEBYRANK', answered, 0, -1 - ARGV[5])
+redis.call('ZADD', answered, redis.call('TIME')[1], call .. ':' .. retried)
+redis.call('ZREMRANGEBYRANK', answered, 0, -1 - ARGV[6])
 return retried

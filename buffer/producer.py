@@ -8,6 +8,7 @@ from enum import Enum
 
 from counterflow.buffer.connection import Address, connect_async, largest_value_bytes, patiently_async
 from counterflow.buffer.store import REMEMBERED_ANSWERS, Keys, script
+from counterflow.buffer.trajectory import Group
 from counterflow.errors import EntryError
 
 
@@ -60,43 +61,35 @@ class Producer:
     async def admit(self, open_groups: int, wanted: int) -> tuple[list[Lease], Closed | None]:
         """Lease up to `wanted` groups with admission numbers below `open_groups`; if fewer, also why."""
         k, c = self._keys, self._capacity
-        self._calls += 1
         keys = [k.state, k.leases, k.attempts, k.stream, k.producers]
-        args = [
-            self._name,
-            self._calls,
-            wanted,
-            open_groups,
-            c.groups,
-            c.bytes,
-            c.groups_per_step,
-            self._lease_ms,
-            self._attempts,
-        ]
+        limits = [wanted, open_groups, c.groups, c.bytes, c.groups_per_step, self._lease_ms, self._attempts]
+        args = [self._name, self._call(), *limits]
         why, *numbers = await patiently_async(
             self._address, "the admission of groups", lambda: self._admit(keys=keys, args=args)
         )
         leases = [Lease(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
         return leases, Closed(why) if why else None
 
-    async def add(self, lease: Lease, tokens: int, payload: bytes) -> bool:
-        """Append the finished group; False when another attempt's is there.
+    async def add(self, group: Group, payload: bytes) -> bool:
+        """Append a finished group, `payload` in Arrow; False when another of its number is there.
 
         Raises:
             EntryError: the group is larger than the server accepts.
         """
-        await self._check_size(lease, len(payload))
+        n = group.admission
+        await self._check_size(n, len(payload))
         k = self._keys
+        versions = [-1 if version is None else version for version in (group.oldest_version, group.newest_version)]
         keys = [k.state, k.leases, k.attempts, k.stream, k.buffered, k.answered]
-        args = [lease.admission, lease.attempt, tokens, payload, REMEMBERED_ANSWERS]
-        what = f"the addition of group {lease.admission}"
+        args = [self._call(), n, group.response_tokens, *versions, payload, REMEMBERED_ANSWERS]
+        what = f"the addition of group {n}"
         return bool(await patiently_async(self._address, what, lambda: self._add(keys=keys, args=args)))
 
     async def fail(self, lease: Lease, tokens: int) -> bool:
         """Give a lease back after `tokens` tokens in vain; False when the group will not be tried again."""
         k = self._keys
         keys = [k.state, k.leases, k.attempts, k.answered]
-        args = [lease.admission, lease.attempt, tokens, self._attempts, REMEMBERED_ANSWERS]
+        args = [self._call(), lease.admission, lease.attempt, tokens, self._attempts, REMEMBERED_ANSWERS]
         what = f"the return of group {lease.admission}"
         return bool(await patiently_async(self._address, what, lambda: self._fail(keys=keys, args=args)))
 
@@ -104,12 +97,17 @@ class Producer:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _check_size(self, lease: Lease, size: int) -> None:
+    def _call(self) -> str:
+        """A name for one call, however often it is repeated."""
+        self._calls += 1
+        return f"{self._name}:{self._calls}"
+
+    async def _check_size(self, admission: int, size: int) -> None:
         if self._largest_bytes is None:
             self._largest_bytes = await largest_value_bytes(self._address, self._client)
         if size > self._largest_bytes:
             raise EntryError(
-                f"group {lease.admission} has {size:,} bytes, the server at {self._address.shown} accepts "
+                f"group {admission} has {size:,} bytes, the server at {self._address.shown} accepts "
                 f"{self._largest_bytes:,} (proto-max-bulk-len): lower sampling.max_tokens or "
                 "admission.samples_per_group, or raise the server's limit"
             )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from counterflow.buffer.inbox import Entry
+from counterflow.buffer.standing import Row
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Reading:
     order: Literal["admission", "ready", "freshest"] = "admission"
     """By admission number; as they arrived; or those with the newest token first."""
     uses: int = 1
-    """Steps that train each group."""
+    """Steps that train each group; more than one only in admission order."""
     max_lag: float = math.inf
     """Groups with an older token are dropped as stale, unless they are read in admission order."""
     drop_equal_rewards: bool = False
@@ -35,11 +35,11 @@ def next_in_admission_order(count: int, outstanding: Set[int], admitted: int) ->
     return first + list(range(admitted, admitted + count - len(first)))
 
 
-def next_ready(count: int, entries: Mapping[int, Entry]) -> list[int]:
+def next_ready(count: int, buffered: Mapping[int, Row]) -> list[int]:
     """The `count` groups that arrived first; fewer when fewer are there."""
-    return sorted(entries, key=lambda n: [int(part) for part in entries[n].entry_id.split(b"-")])[:count]
+    return sorted(buffered, key=lambda n: buffered[n].arrival)[:count]
 
 
-def next_freshest(count: int, entries: Mapping[int, Entry]) -> list[int]:
+def next_freshest(count: int, buffered: Mapping[int, Row]) -> list[int]:
     """The `count` groups with the newest tokens, by admission among equals; fewer when fewer are there."""
-    return sorted(entries, key=lambda n: (-(entries[n].group.newest_version or 0), n))[:count]
+    return sorted(buffered, key=lambda n: (-buffered[n].newest_version, n))[:count]

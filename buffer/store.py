@@ -15,7 +15,6 @@ from importlib.resources import files
 from counterflow.buffer.connection import Address, asking, connect, patiently
 from counterflow.records import Ledger
 
-CONSUMER_GROUP = "learner"
 REMEMBERED_ANSWERS = 10_000
 """Answers to producers that the server remembers, so that a call whose answer was lost may be repeated."""
 
@@ -35,7 +34,7 @@ class Keys:
     stream: str
     """Stream: the groups, as Arrow."""
     buffered: str
-    """Hash: entry id, tokens and bytes of each group on the stream."""
+    """Hash, the directory: entry id, tokens, bytes, oldest and newest version of each group on the stream."""
     uses: str
     """Hash: steps that trained a group which is still on the stream."""
     answered: str
@@ -106,7 +105,7 @@ def forget(address: Address, run_id: str) -> None:
 
 
 def _as_ledger(state: Mapping[bytes, bytes], buffered: int, in_flight: int) -> Ledger:
-    counts = {key.decode(): int(value) for key, value in sorted(state.items()) if key != b"term"}
+    counts = {key.decode(): int(value) for key, value in sorted(state.items()) if key not in (b"term", b"server")}
 
     def by_reason(prefix: str) -> dict[str, int]:
         return {key.removeprefix(prefix): value for key, value in counts.items() if key.startswith(prefix)}

@@ -186,7 +186,7 @@ class BufferSection(Section):
 class KLSection(Section):
     """The pull towards the reference."""
 
-    beta: float = Field(0.001, ge=0, allow_inf_nan=False, description="Strength of the KL term; 0 leaves it out.")
+    beta: float = Field(0.001, ge=0, le=1e6, description="Strength of the KL term; 0 leaves it out.")
     estimator: Literal["k1", "k2", "k3", "rao_blackwell"] = Field(
         "k1",
         description="KL estimator per token: k1 = log pi - log ref, k2 = k1^2/2, k3 = ref/pi - 1 + k1, or "
@@ -218,7 +218,7 @@ class KLSection(Section):
     schedule: Literal["fixed", "linear", "adaptive"] = Field(
         "fixed", description="beta over the run: `fixed`, `linear` from beta to beta_end, `adaptive` towards target."
     )
-    beta_end: float = Field(0.0, ge=0, allow_inf_nan=False, description="`linear`: beta after schedule_steps.")
+    beta_end: float = Field(0.0, ge=0, le=1e6, description="`linear`: beta after schedule_steps.")
     schedule_steps: int = Field(100, ge=1, description="`linear`: steps from beta to beta_end.")
     target: float = Field(
         0.01, gt=0, allow_inf_nan=False, description="`adaptive`: KL(pi || ref) to hold, in nats per token."
@@ -259,8 +259,10 @@ class ImportanceSection(Section):
     )
     cap: float = Field(2.0, gt=0, description="Upper bound of a weight; `inf` does not truncate.")
     floor: float = Field(0.5, ge=0, le=1, description="`masked`: weights below it become 0.")
-    clip_low: float = Field(0.2, ge=0, le=1, description="Clipped corrections: ratios count down to 1 - clip_low.")
-    clip_high: float = Field(0.2, ge=0, description="Clipped corrections: ratios count up to 1 + clip_high.")
+    clip_low: float = Field(
+        0.2, ge=0, le=1, description="`ppo`, `cispo`, `gspo`, `sequence_mask`: ratios count down to 1 - this."
+    )
+    clip_high: float = Field(0.2, ge=0, description="The same: ratios count up to 1 + this.")
     trace_cap: float = Field(1.0, gt=0, description="`vtrace`: upper bound of the ratios of later tokens.")
     second_moment: float = Field(
         0.04, gt=0, description="`m2po`: the furthest tokens are masked until the mean of log^2 ratio is at most this."
@@ -372,6 +374,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def room_for_uses(self) -> Self:
+        if self.buffer.uses > 1 and self.buffer.order != "admission":
+            raise ValueError(
+                f"buffer.uses={self.buffer.uses} with buffer.order={self.buffer.order}: a group might become stale "
+                "between two uses, use buffer.order=admission"
+            )
         if self.admission.max_lag < self.buffer.uses - 1:
             raise ValueError(
                 f"admission.max_lag={self.admission.max_lag:g} is too low for buffer.uses={self.buffer.uses}: the last "

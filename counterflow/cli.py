@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from counterflow.cli_audit import audit
+from counterflow.cli_inspect import inspect
 from counterflow.cli_ledger import ledger
 from counterflow.errors import ConfigError, CounterflowError, UnavailableError
-from counterflow.inspection import inspect
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -20,10 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from counterflow.errors import BufferUnavailable, ConfigError
+from counterflow.place import read_place
 from counterflow.records import Ledger
-
-PLACE_FILE = "buffer.json"
-"""Where a run's groups are kept: the server's URL, which holds no secret, and the run's id on it."""
 
 _ANSWER_TIMEOUT_S = 2.0
 _START_TIMEOUT_S = 30.0
@@ -38,11 +36,6 @@ class Finding:
     archived_groups: int
     archived_tokens: int
     complaints: list[str]
-
-
-def write_place(folder: Path, url: str, run_id: str) -> None:
-    """Leave word in the run folder of where its groups are kept."""
-    (folder / PLACE_FILE).write_text(json.dumps({"url": url, "run_id": run_id}) + "\n", encoding="utf-8")
 
 
 def ledger(
@@ -76,7 +69,7 @@ def find(folder: Path) -> Finding:
             if step.learner_version >= read.policy_version:
                 break
             groups += len(step.groups)
-            tokens += sum(len(ids) for batch in step.groups for ids in batch.column("response_token_ids"))
+            tokens += sum(len(batch.column("response_token_ids").flatten()) for batch in step.groups)
     complaints = list(_complaints(read, groups, tokens, uses))
     return Finding(read, source, groups, tokens, complaints)
 
@@ -86,17 +79,17 @@ def _read(folder: Path) -> tuple[Ledger, str]:
 
     if not folder.is_dir() or not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is no run folder (no config.yaml there): name one that `counterflow run` made")
-    place = _json(folder / PLACE_FILE)
+    place = read_place(folder)
     if place:
         with suppress(BufferUnavailable):
-            address = Address(place["url"], _ANSWER_TIMEOUT_S, outage_s=0.0)
-            return _ask(address, place["run_id"]), f"its server, {address.shown}"
+            address = Address(place.url, _ANSWER_TIMEOUT_S, outage_s=0.0)
+            return _ask(address, place.run_id), f"its server, {address.shown}"
     summary = _json(folder / "summary.json")
     if summary and summary.get("ledger"):
         names = {field.name for field in fields(Ledger)}
         return Ledger(**{k: v for k, v in summary["ledger"].items() if k in names}), "the summary that it wrote"
     if place and (folder / "buffer").is_dir():
-        return _ask_left_behind(folder / "buffer", place["run_id"]), "what its server left on the disk"
+        return _ask_left_behind(folder / "buffer", place.run_id), "what its server left on the disk"
     raise ConfigError(
         f"{folder}: its server does not answer and it left no ledger: start the server that its config.yaml names"
     )
@@ -128,6 +121,9 @@ def _complaints(ledger: Ledger, archived_groups: int, archived_tokens: int, uses
     if ledger.missing_tokens:
         yield f"{ledger.missing_tokens} tokens were generated and are nowhere"
     # Each use of a group is archived, while a group counts as trained with its last.
+    fewest, most = ledger.trained * uses, (ledger.trained + ledger.buffered + ledger.in_flight) * uses
+    if uses > 1 and not fewest <= archived_groups <= most:
+        yield f"the archive holds {archived_groups} uses of groups, which should be {fewest} to {most}"
     if uses == 1 and (archived_groups, archived_tokens) != (ledger.trained, ledger.tokens_trained):
         yield (
             f"the archive holds {archived_groups} groups and {archived_tokens} tokens, {ledger.trained} and "

@@ -19,14 +19,14 @@ from counterflow.buffer.connection import Address, discover
 from counterflow.buffer.server import EmbeddedServer
 from counterflow.buffer.store import finish, forget, read_ledger
 from counterflow.buffer.trajectory import Origin
-from counterflow.cli_ledger import write_place
 from counterflow.cluster import Cluster, as_failure, bundles, call, connect
 from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
-from counterflow.errors import RunFailed
+from counterflow.errors import BufferUnavailable, RunFailed
 from counterflow.learner.learner import Learner, StepResult
 from counterflow.learner.objective_choice import check_objective
 from counterflow.metrics import Metrics
+from counterflow.place import Place, write_place
 from counterflow.processes import descendants, shared_memory, terminate_like_interrupt
 from counterflow.recorder import wilson
 from counterflow.records import EvaluationRecord, Interval, Ledger
@@ -54,6 +54,9 @@ def run(config: RunConfig) -> Path:
     origin, task, warnings = preflight.check(config)
     with ExitStack() as stack:
         stack.enter_context(terminate_like_interrupt())
+        if config.buffer.url:
+            # Last of all, when no actor lives that might add to it.
+            stack.callback(_forget, Address(config.buffer.url, timeout_s=1.0, outage_s=0.0), origin)
         metrics = Metrics(config.metrics, max_lag=config.admission.max_lag)
         stack.callback(metrics.close)
         display = stack.enter_context(Display(config.run.steps))
@@ -103,11 +106,10 @@ class Run:
             for path in slot_paths(self.origin.run_id):
                 stack.callback(path.unlink, missing_ok=True)
             address = self._buffer(stack)
-            write_place(self.folder, address.url, self.origin.run_id)
+            write_place(self.folder, Place(address.url, self.origin.run_id))
             self._spawn(cluster, address)
             try:
                 await self._live(address)
-                await asyncio.to_thread(finish, address, self.origin.run_id)
             except* Exception as group:
                 raise as_failure(group) from None
             finally:
@@ -138,6 +140,7 @@ class Run:
                 tasks.create_task(self._keep_server_alive()),
             ]
             await self._train(self.delivery, tasks)
+            await asyncio.to_thread(finish, address, self.origin.run_id)
             for watch in watches:
                 watch.cancel()
         await self._observe_actors()
@@ -283,9 +286,12 @@ class Run:
         with suppress(Exception):
             await asyncio.to_thread(ray.wait, goodbyes, num_returns=len(goodbyes), timeout=_FAREWELL_S)
         with suppress(Exception):
-            self.telemetry.ledger(read_ledger(replace(address, timeout_s=1.0), self.origin.run_id))
+            asked = replace(address, timeout_s=_FAREWELL_S, outage_s=0.0)
+            self.telemetry.ledger(await asyncio.to_thread(read_ledger, asked, self.origin.run_id))
         for segment in segments:
             segment.unlink(missing_ok=True)
-        if self.config.buffer.url:
-            with suppress(Exception):
-                forget(replace(address, timeout_s=1.0), self.origin.run_id)
+
+
+def _forget(address: Address, origin: Origin) -> None:
+    with suppress(BufferUnavailable):
+        forget(discover(address), origin.run_id)

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from counterflow.buffer.archive import Archive
 from counterflow.buffer.connection import Address
 from counterflow.buffer.consumer import Consumer
-from counterflow.buffer.inbox import Entry
 from counterflow.buffer.reading import Reading
+from counterflow.buffer.shelf import Entry
 from counterflow.buffer.trajectory import Group, Origin
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import RunFailed

@@ -17,12 +17,14 @@ from counterflow.learner.objective.rows import Row, cautions, classify, on_cut_s
 from counterflow.learner.objective.spec import ObjectiveSpec
 from counterflow.learner.objective.strength import adaptive_beta, linear_beta
 from counterflow.learner.objective.tables import random_tables
+from counterflow.learner.unread_options import unread_options
 
 DRIFT_OF_A_VERSION = 0.05
 MOST_DRIFT = 1.0
 """Standard deviations, in nats of a logit: what one version is taken to move pi by in an audit, and the most of it."""
-AUDIT_VOCABULARY, AUDIT_LENGTH = 3, 4
+AUDIT_VOCABULARY, AUDIT_LENGTH = 3, 3
 _EXACT = 1e-12
+"""A bias below it, at beta 1, is 0."""
 
 
 def objective_spec(config: RunConfig) -> ObjectiveSpec:
@@ -34,31 +36,32 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
     objective, kl, importance = config.objective, config.objective.kl, config.objective.importance
     if kl.schedule == "adaptive" and not kl.beta:
         raise ConfigError("objective.kl.beta=0: an adaptive schedule multiplies beta: start it above 0")
-    try:
-        return ObjectiveSpec(
-            beta=kl.beta,
-            correction=importance.correction,
-            level=importance.level,
-            cap=importance.cap,
-            floor=importance.floor,
-            clip_low=importance.clip_low,
-            clip_high=importance.clip_high,
-            trace_cap=importance.trace_cap,
-            second_moment=importance.second_moment,
-            divergence=importance.divergence,
-            estimator=kl.estimator,
-            placement=kl.placement,
-            reward_to_go=kl.reward_to_go,
-            reward_weight=kl.reward_weight,
-            loss_weight=kl.loss_weight,
-            differentiate_weight=kl.differentiate_weight,
-            kl_cap=kl.cap,
-            advantage=objective.advantage,
-            baseline=objective.baseline,
-            reduction=objective.reduction,
+    if importance.correction == "masked" and importance.cap < 1:
+        raise ConfigError(
+            f"objective.importance.cap={importance.cap:g}: masked would drop even weights of 1: give 1 or more"
         )
-    except ValueError as error:
-        raise ConfigError(f"objective: {error}") from error
+    return ObjectiveSpec(
+        beta=kl.beta,
+        correction=importance.correction,
+        level=importance.level,
+        cap=importance.cap,
+        floor=importance.floor,
+        clip_low=importance.clip_low,
+        clip_high=importance.clip_high,
+        trace_cap=importance.trace_cap,
+        second_moment=importance.second_moment,
+        divergence=importance.divergence,
+        estimator=kl.estimator,
+        placement=kl.placement,
+        reward_to_go=kl.reward_to_go,
+        reward_weight=kl.reward_weight,
+        loss_weight=kl.loss_weight,
+        differentiate_weight=kl.differentiate_weight,
+        kl_cap=kl.cap,
+        advantage=objective.advantage,
+        baseline=objective.baseline,
+        reduction=objective.reduction,
+    )
 
 
 def needs_reference(config: RunConfig) -> bool:
@@ -94,7 +97,7 @@ class Announcement(NamedTuple):
     lines: list[str]
     """Row, expected gradient, whether it is biased, and why."""
     warnings: list[str]
-    """What else bends the gradient."""
+    """What else bends the gradient, and which options do nothing."""
 
 
 def announce(config: RunConfig) -> Announcement:
@@ -111,7 +114,8 @@ def announce(config: RunConfig) -> Announcement:
         f"why: {row.why}",
     ]
     others = [sampling_caution(sampling.top_p, sampling.top_k, spec), _precision_caution(config)]
-    return Announcement(lines, cautions(spec, on_policy(config)) + [caution for caution in others if caution])
+    bent = cautions(spec, on_policy(config)) + [caution for caution in others if caution]
+    return Announcement(lines, bent + unread_options(config.objective, needs_reference(config)))
 
 
 def _precision_caution(config: RunConfig) -> str | None:
@@ -156,7 +160,8 @@ def audit_config(config: RunConfig) -> dict[str, Any]:
     """The audit for the run that is about to start: its own row among all others, at its beta, cap and lag.
 
     {"row", "what", "expected", "biased", "why", "verdict", "warnings", "assumptions", "near", "far"}; `near` and `far`
-    are audits whose last row is `this_run`. Without a KL term they are absent.
+    are audits whose last row is `this_run`: groups of two under the run's own advantage. Without a KL term they are
+    absent.
     """
     row, spec = row_of(config), judged_spec(config)
     drift, cap = typical_drift(config.admission.max_lag), config.objective.importance.cap
@@ -175,13 +180,15 @@ def audit_config(config: RunConfig) -> dict[str, Any]:
             "drift": drift,
             "vocab": AUDIT_VOCABULARY,
             "length": AUDIT_LENGTH,
+            "advantage": spec.advantage,
+            "rewards": 0,
+            "groups_of": 2,
         },
     }
     if not spec.beta:
         return found
     # On sequences of one length a reduction by length is a factor only, which says nothing of its bias.
-    share = 1 - 1 / config.admission.samples_per_group if spec.shrinks_kl else 1.0
-    run = Run(replace(spec, reduction="constant"), row, on_policy(config), share)
+    run = Run(replace(spec, reduction="constant"), row, on_policy(config))
     for regime, distance in (("near", NEAR), ("far", None)):
         tables = random_tables(AUDIT_VOCABULARY, AUDIT_LENGTH, config.run.seed, drift, distance)
         found[regime] = audit(tables, cap, spec.beta, run)
@@ -201,7 +208,7 @@ def _verdict(config: RunConfig, row: Row, found: dict[str, Any]) -> str:
     if config.objective.reduction != "constant":
         unmeasured.append(f"reduction {config.objective.reduction}")
     beside = f" by {' and '.join(unmeasured)}, which the toy does not measure" if unmeasured else ""
-    if max(near["bias_abs"], far["bias_abs"]) < _EXACT:
+    if max(near["bias_abs"], far["bias_abs"]) < _EXACT * found["assumptions"]["beta"]:
         rest = "; exact otherwise" if unmeasured else " by bounds that no weight of the toy reaches; exact within them"
         return f"Biased{beside}{rest}. {row.why}"
 
@@ -211,7 +218,7 @@ def _verdict(config: RunConfig, row: Row, found: dict[str, Any]) -> str:
     turned = [name for name, line in (("near", near), ("far from", far)) if line["cosine"] <= 0]
     harm = f" It does not point to the reference at all {' and '.join(turned)} it." if turned else ""
     return (
-        f"Biased{beside}{'; otherwise' if unmeasured else ':'} off by {share(near)} of the true KL gradient near the "
-        f"reference (cosine {near['cosine']:.2f}) and by {share(far)} far from it (cosine {far['cosine']:.2f}).{harm} "
-        f"{row.why}"
+        f"Biased{beside}{'; otherwise' if unmeasured else ':'} in groups of two, off by {share(near)} of the true KL "
+        f"gradient near the reference (cosine {near['cosine']:.2f}) and by {share(far)} far from it (cosine "
+        f"{far['cosine']:.2f}).{harm} {row.why}"
     )

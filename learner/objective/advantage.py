@@ -28,9 +28,14 @@ def token_penalties(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
 
 
 def shaped_rewards(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
-    """R'_i = R_i - beta sum_t sg(KL_t), the whole return: float [sequences], detached."""
-    penalties = sum_segments(token_penalties(batch, spec), batch.sequence, batch.sequences)
-    return at_least_float32(batch.rewards.detach()) - penalties
+    """R'_i = R_i - min_{j in group} R_j - beta sum_t sg(KL_t), the whole return: float64 [sequences], detached.
+
+    Rewards may be a million times their penalties: the group's lowest is taken off first, so that what equal rewards
+    leave is the penalties themselves, not their rounding.
+    """
+    _, index, size = torch.unique(batch.group, return_inverse=True, return_counts=True)
+    above = _above_lowest(batch.rewards.detach().double(), index, size.shape[0])
+    return above - sum_segments(token_penalties(batch, spec).double(), batch.sequence, batch.sequences)
 
 
 def has_company(group: Tensor) -> Tensor:
@@ -79,13 +84,20 @@ def group_std(rewards: Tensor, group: Tensor) -> Tensor:
 def advantages(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
     """A_t for each token: float [tokens], detached; the KL in the reward is part of it if it has no weight of its own.
 
+    Formed in float64, where squares and differences of the largest float32 rewards are finite.
+
     The KL is that of all tokens, or with `reward_to_go` without the penalties that y_t cannot change, under the same
     baseline. Both have the same mean gradient, `reward_to_go` with less variance, under sequence weights or token
     weights, uncapped. Without weights, under a cap or a geometric mean the past k1 no longer averages out, and the two
     differ: rows 4, 6 and 7 of the catalogue cover both.
     """
-    rewards = at_least_float32(batch.rewards.detach())
+    rewards, dtype = batch.rewards.detach().double(), at_least_float32(batch.logprobs.detach()).dtype
     together = spec.kl_in_reward and spec.reward_weight == "importance"
+    if together and spec.advantage in ("rloo", "group_mean"):
+        # The baseline of the sum is exactly 0 where rewards and penalties are equal; the sum of baselines only nearly.
+        estimate = leave_one_out if spec.advantage == "rloo" else group_mean
+        whole = estimate(shaped_rewards(batch, spec), batch.group)[batch.sequence]
+        return (whole + _share(batch, spec) * _unchargeable(batch, spec, token_penalties(batch, spec))).to(dtype)
     match spec.advantage:
         case "rloo":
             task = leave_one_out(rewards, batch.group)
@@ -95,14 +107,8 @@ def advantages(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
             task = group_std(rewards, batch.group)
         case "plain":
             task = rewards - spec.baseline
-    if not together:
-        return task[batch.sequence]
-    if spec.advantage in ("rloo", "group_mean"):
-        # The baseline of the sum is exactly 0 where rewards and penalties are equal; the sum of baselines only nearly.
-        estimate = leave_one_out if spec.advantage == "rloo" else group_mean
-        whole = estimate(shaped_rewards(batch, spec), batch.group)[batch.sequence]
-        return whole + _share(batch, spec) * _unchargeable(batch, spec, token_penalties(batch, spec))
-    return task[batch.sequence] - charged(batch, spec)
+    by_token = task[batch.sequence]
+    return (by_token - charged(batch, spec) if together else by_token).to(dtype)
 
 
 def charged(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:

@@ -122,6 +122,21 @@ def correct(batch: PolicyBatch, spec: ObjectiveSpec, advantage: Tensor) -> Weigh
     return Weights(torch.where(batch.loss_mask, weight, 0.0), changed & batch.loss_mask)
 
 
+def weight_left(spec: ObjectiveSpec) -> float:
+    """The mean weight of ratios 0.01 % from 1, for advantages of either sign: near 1, unless bounds cut nearly all.
+
+    Two tokens a sequence, so that bounds of later tokens act too.
+    """
+    signs = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    logprobs = 1e-4 * torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64).repeat_interleave(2)
+    sequence = torch.arange(4).repeat_interleave(2)
+    nothing = torch.zeros_like(logprobs)
+    batch = PolicyBatch(
+        logprobs, nothing, None, logprobs, torch.ones(8, dtype=torch.bool), sequence, signs, torch.zeros(4).long()
+    )
+    return correct(batch, spec, signs[sequence]).weight.mean().item()
+
+
 def _correct(batch: PolicyBatch, spec: ObjectiveSpec, advantage: Tensor) -> Weights:
     ratio = log_ratios(batch)
     match spec.correction:

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+FORMATS = (".png", ".svg", ".pdf")
 UNBIASED, BIASED, OWN = "#1b7f5c", "#b0413e", "#1f4e9c"
 _MOST_BIAS = 3.0
 """Relative biases beyond it are drawn at it, with their number beside."""
 
 
 def draw_audit(audits: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw regimes, such as {"near": audit, "far": audit}, into `path`, of which the suffix says the format.
+    """Draw regimes, such as {"near": audit, "far": audit}, into `path`, whose suffix is one of FORMATS.
 
     One line a row; filled marks are the first regime, hollow ones the second.
     """
@@ -25,7 +26,7 @@ def draw_audit(audits: Mapping[str, Mapping[str, Any]], path: Path, title: str) 
     names = [row["row"] for row in next(iter(audits.values()))["rows"]]
     figure = Figure(figsize=(11.5, 1.6 + 0.27 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, wrap=True, fontsize=11)
+    figure.suptitle(title, wrap=True, fontsize=11, parse_math=False)
     bias, noise = figure.subplots(1, 2, sharey=True)
     for place, (regime, found) in enumerate(audits.items()):
         for line, row in enumerate(found["rows"]):

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from .importance import weight_left
 from .row_words import (
     ESTIMATORS,
     PLACES,
@@ -24,6 +25,9 @@ from .row_words import (
     weighting_in_words,
 )
 from .spec import ObjectiveSpec
+
+_LITTLE = 2 / 3
+"""A mean weight below it, of ratios next to 1, is worth a warning."""
 
 Combination = Mapping[str, float]
 """A sum of named vector fields with their factors; {} is 0."""
@@ -91,7 +95,8 @@ def correction_weighting(spec: ObjectiveSpec) -> tuple[str, bool]:
         return "token", True
     if spec.correction == "gspo":
         return "geometric", True
-    cuts = spec.correction == "masked" or (spec.correction == "truncated" and not math.isinf(spec.cap))
+    bounded = not math.isinf(spec.cap)
+    cuts = {"truncated": bounded, "masked": bounded or spec.floor > 0}.get(spec.correction, False)
     return spec.level, cuts
 
 
@@ -119,6 +124,10 @@ def cautions(spec: ObjectiveSpec, on_policy: bool) -> list[str]:
     kind, cuts = correction_weighting(spec)
     if on_policy and _correction_at_one(spec) != 1:
         found.append("The task's own gradient is cut even on-policy: a cap of the correction is below 1.")
+    if (left := weight_left(spec)) < _LITTLE:
+        found.append(
+            f"Bounds of the correction leave {left:.3g} of the task's gradient even where ratios are nearly 1."
+        )
     if not on_policy and (kind != "sequence" or cuts):
         weighted = "without weights" if kind == "none" else f"weighted by {WEIGHTS[kind]}" + (", cut" if cuts else "")
         found.append(f"The task's own gradient ({weighted}) is biased off-policy.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -135,6 +135,29 @@ class Tables:
             "S_pi": gradient(total(self.pi, lambda theta: (self.logprobs(theta) - ref).square() / 2)),
             "K_mu_pi": gradient(total(self.mu, lambda theta: mu - self.logprobs(theta))),
         }
+
+
+def pairs(batch: PolicyBatch) -> tuple[PolicyBatch, Tensor, Tensor]:
+    """All ordered pairs of the sequences of `batch`, each pair a group: 2 S^2 sequences of S.
+
+    With the place in `batch` of each of its tokens, and of each of its sequences: int64.
+    """
+    count = batch.sequences
+    drawn = torch.cartesian_prod(torch.arange(count), torch.arange(count)).flatten()
+    sizes = torch.bincount(batch.sequence, minlength=count)
+    starts, sequence = sizes.cumsum(0) - sizes, torch.arange(len(drawn)).repeat_interleave(sizes[drawn])
+    before = sizes[drawn].cumsum(0) - sizes[drawn]
+    tokens = (starts[drawn] - before)[sequence] + torch.arange(len(sequence))
+    of_tokens = ("logprobs", "behavior_logprobs", "reference_logprobs", "proximal_logprobs", "loss_mask")
+    chosen = {name: getattr(batch, name) for name in (*of_tokens, "reference_divergence")}
+    paired = replace(
+        batch,
+        **{name: values[tokens] for name, values in chosen.items() if values is not None},
+        sequence=sequence,
+        rewards=batch.rewards[drawn],
+        group=torch.arange(count**2).repeat_interleave(2),
+    )
+    return paired, tokens, drawn
 
 
 def random_tables(

@@ -10,7 +10,7 @@ from groups import make_group
 
 from counterflow.buffer.codec import encode
 from counterflow.buffer.connection import Address
-from counterflow.buffer.producer import Capacity, Lease, Producer
+from counterflow.buffer.producer import Capacity, Producer
 from counterflow.buffer.trajectory import Origin
 
 T = TypeVar("T")
@@ -36,9 +36,9 @@ def produce(
     return asyncio.run(main())
 
 
-async def add(producer: Producer, origin: Origin, admission: int, attempt: int = 1, **made: int) -> bool:
+async def add(producer: Producer, origin: Origin, admission: int, **made: int) -> bool:
     group = make_group(admission, **made)
-    return await producer.add(Lease(admission, attempt), group.response_tokens, encode(group, origin.schema()))
+    return await producer.add(group, encode(group, origin.schema()))
 
 
 async def lease_all(producer: Producer, open_groups: int) -> list[int]:
@@ -53,3 +53,8 @@ def fill(server: Address, origin: Origin, order: list[int]) -> None:
             assert await add(producer, origin, n)
 
     produce(server, origin, body)
+
+
+def say_again(producer: Producer) -> None:
+    """The producer's next call repeats the one before, whose reply was lost."""
+    producer._calls -= 1

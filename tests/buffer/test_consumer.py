@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from groups import make_group
-from produce import add, fill, lease_all, produce
+from produce import add, fill, lease_all, produce, say_again
 
 from counterflow.buffer.archive import Archive, read_steps
-from counterflow.buffer.codec import encode
+from counterflow.buffer.codec import encode, read_batch
 from counterflow.buffer.connection import Address, connect
 from counterflow.buffer.consumer import Consumer
-from counterflow.buffer.inbox import Entry
 from counterflow.buffer.producer import Capacity, Closed, Lease, Producer
 from counterflow.buffer.reading import Reading
+from counterflow.buffer.shelf import Entry
 from counterflow.buffer.store import Keys, finish, read_ledger
 from counterflow.buffer.trajectory import Origin
 from counterflow.errors import BufferUnavailable, DeadlineExceeded, EntryError
@@ -81,7 +83,7 @@ def test_group_without_signal_is_trained_where_it_should_be_filtered(server: Add
         flat = dataclasses.replace(
             group, trajectories=tuple(dataclasses.replace(t, reward=1.0) for t in group.trajectories)
         )
-        await producer.add(Lease(0, 1), 6, encode(flat, origin.schema()))
+        await producer.add(flat, encode(flat, origin.schema()))
         await add(producer, origin, 1)
 
     produce(server, origin, body)
@@ -131,10 +133,10 @@ def test_two_learners_train_the_same_group(server: Address, origin: Origin) -> N
 def test_superseded_learner_drops_groups(server: Address, origin: Origin) -> None:
     fill(server, origin, [0])
     older = Consumer(server, origin)
-    (entry,) = older.take(1, timeout_s=5)
+    older.take(1, timeout_s=5)
     Consumer(server, origin)
     with pytest.raises(BufferUnavailable, match="another learner has taken over"):
-        older._inbox.drop(entry, "stale")
+        older._shelf.drop(0, older._standing().buffered[0], "stale")
     assert read_ledger(server, origin.run_id).buffered == 1
 
 
@@ -194,7 +196,7 @@ def test_group_larger_than_the_server_accepts_kills_the_connection(server: Addre
     async def body(producer: Producer) -> bool:
         await lease_all(producer, 1)
         with pytest.raises(EntryError, match=r"group 0 has 1,048,577 bytes, .* accepts 1,048,576 \(proto-max-bulk-len"):
-            await producer.add(Lease(0, 1), 6, bytes((1 << 20) + 1))
+            await producer.add(make_group(0), bytes((1 << 20) + 1))
         return await producer.fail(Lease(0, 1), 6)
 
     try:
@@ -208,23 +210,29 @@ def test_late_failure_of_an_older_attempt_ends_the_newer_one(server: Address, or
     async def body(producer: Producer) -> list[bool]:
         await producer.admit(1, wanted=1)
         first = await producer.fail(Lease(0, 1), 5)
-        await producer.admit(1, wanted=1)
-        # Said again, its answer having been lost, and once more by an attempt that is over.
+        say_again(producer)
         again = await producer.fail(Lease(0, 1), 5)
-        return [first, again, await add(producer, origin, 0, attempt=2)]
+        await producer.admit(1, wanted=1)
+        late = await producer.fail(Lease(0, 1), 7)
+        return [first, again, late, await add(producer, origin, 0)]
 
-    assert produce(server, origin, body) == [True, True, True]
+    assert produce(server, origin, body) == [True, True, False, True]
     ledger = read_ledger(server, origin.run_id)
-    assert ledger.tokens_dropped == {"failed": 5} and ledger.buffered == 1 and ledger.closes
+    assert ledger.tokens_dropped == {"failed": 12} and ledger.buffered == 1 and ledger.closes
 
 
 def test_addition_said_again_after_its_commit_counts_as_a_duplicate(server: Address, origin: Origin) -> None:
-    fill(server, origin, [0])
-    consumer = Consumer(server, origin)
-    consumer.commit(consumer.take(1, timeout_s=5), version=1)
-    before = read_ledger(server, origin.run_id)
-    assert produce(server, origin, lambda p: add(p, origin, 0)) is True
-    assert read_ledger(server, origin.run_id) == before
+    async def body(producer: Producer) -> bool:
+        await lease_all(producer, 1)
+        await add(producer, origin, 0)
+        consumer = Consumer(server, origin)
+        consumer.commit(consumer.take(1, timeout_s=5), version=1)
+        say_again(producer)
+        return await add(producer, origin, 0)
+
+    assert produce(server, origin, body) is True
+    ledger = read_ledger(server, origin.run_id)
+    assert (ledger.generated, ledger.trained, ledger.dropped) == (1, 1, {})
 
 
 def test_finished_run_leaves_groups_uncounted(server: Address, origin: Origin) -> None:
@@ -263,7 +271,7 @@ def test_learner_killed_between_archive_and_commit_trains_a_step_twice(
     archive = Archive(tmp_path / "archive", origin)
     first = Consumer(server, origin, archive)
     entries = first.take(2, timeout_s=5)
-    archive.append(0, [e.batch for e in entries])
+    archive.append(0, [read_batch(e.payload, origin) for e in entries])
     # The process dies here.
     archive.close()
     second = Consumer(server, origin, Archive(tmp_path / "archive", origin))
@@ -280,3 +288,51 @@ def test_archive_of_another_run_is_continued(server: Address, origin: Origin, tm
     at_version(server, origin, 3)
     with pytest.raises(BufferUnavailable, match="is at version 3 of run .*, its archive at 0"):
         Consumer(server, origin, Archive(tmp_path / "archive", origin))
+
+
+def test_entry_of_a_stranger_is_trained_or_stays(server: Address, origin: Origin) -> None:
+    fill(server, origin, [0, 1])
+    client, k = connect(server), Keys.of(origin.run_id)
+    ((_, fields),) = client.xrange(k.stream, count=1)
+    client.xadd(k.stream, fields)
+    client.xadd(k.stream, {"anything": b"\xff" * 9})
+    for reading in (Reading(order="ready"), Reading(order="freshest"), Reading()):
+        assert sorted(admissions(Consumer(server, origin, reading=reading).take(2, timeout_s=5))) == [0, 1]
+    assert client.xlen(k.stream) == client.xlen(k.quarantine) == 2
+    ledger = read_ledger(server, origin.run_id)
+    assert (ledger.strangers, ledger.buffered, ledger.dropped) == (2, 2, {}) and ledger.closes
+    client.close()
+
+
+def test_entry_that_somebody_deleted_is_waited_for(server: Address, origin: Origin) -> None:
+    fill(server, origin, [0, 1, 2])
+    client, k = connect(server), Keys.of(origin.run_id)
+    ((entry_id, _),) = client.xrange(k.stream, count=1)
+    client.xdel(k.stream, entry_id)
+    client.close()
+    assert admissions(Consumer(server, origin).take(2, timeout_s=5)) == [1, 2]
+    assert read_ledger(server, origin.run_id).dropped == {"poison": 1}
+
+
+def test_quarantine_grows_with_the_run(server: Address, origin: Origin) -> None:
+    client, k = connect(server), Keys.of(origin.run_id)
+    for n in range(150):
+        client.xadd(k.stream, {"n": str(n)})
+    with pytest.raises(DeadlineExceeded):
+        Consumer(server, origin).take(1, timeout_s=0)
+    assert client.xlen(k.stream) == 0 and client.xlen(k.quarantine) == 100
+    assert read_ledger(server, origin.run_id).strangers == 150
+    client.close()
+
+
+def test_learner_that_raises_never_ends(server: Address, origin: Origin) -> None:
+    """It dies with a fetch ahead going on, which must not keep the process."""
+    code = f"""
+from counterflow.buffer.connection import Address
+from counterflow.buffer.consumer import Consumer
+from counterflow.buffer.trajectory import Origin
+Consumer(Address({server.url!r}), Origin({origin.run_id!r}, "model", "tokenizer", "{{}}")).take(1, timeout_s=5)
+raise SystemExit(3)
+"""
+    fill(server, origin, [0])
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 3

@@ -20,8 +20,8 @@ from counterflow.buffer.server import EmbeddedServer
 from counterflow.buffer.store import Keys, read_ledger
 from counterflow.buffer.trajectory import Origin
 from counterflow.cli import app
-from counterflow.cli_ledger import write_place
 from counterflow.errors import ConfigError
+from counterflow.place import Place, write_place
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def run_folder(tmp_path: Path) -> Path:
 def run_server(run_folder: Path, origin: Origin) -> Iterator[EmbeddedServer]:
     """A server on which two of three groups were trained."""
     with EmbeddedServer(run_folder / "buffer", timeout_s=10) as server:
-        write_place(run_folder, server.address.url, origin.run_id)
+        write_place(run_folder, Place(server.address.url, origin.run_id))
         _produce(server, origin)
         consumer = Consumer(server.address, origin, Archive(run_folder / "archive", origin))
         consumer.commit(consumer.take(2, timeout_s=5), version=1)
@@ -52,7 +52,7 @@ def _produce(server: EmbeddedServer, origin: Origin) -> None:
         leases, _ = await producer.admit(4, wanted=4)
         for lease in leases[:3]:
             group = make_group(lease.admission)
-            await producer.add(lease, group.response_tokens, encode(group, origin.schema()))
+            await producer.add(group, encode(group, origin.schema()))
         await producer.close()
 
     asyncio.run(main())

@@ -51,8 +51,8 @@ def step_on(
 
     async def offer() -> None:
         producer = Producer(server, origin.run_id, capacity=Capacity(9, 1 << 30, 1), lease_s=60, attempts=1)
-        ((lease,), _) = await producer.admit(1, wanted=1)
-        await producer.add(lease, group.response_tokens, encode(group, origin.schema()))
+        await producer.admit(1, wanted=1)
+        await producer.add(group, encode(group, origin.schema()))
         await producer.close()
 
     asyncio.run(offer())

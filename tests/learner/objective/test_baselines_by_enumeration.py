@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from counterflow.learner.objective.audit import catalogue, moments
+from counterflow.learner.objective.audit import catalogue, moments, pair_moments
 from counterflow.learner.objective.loss import token_losses
 from counterflow.learner.objective.rows import classify, refusal
 from counterflow.learner.objective.spec import ObjectiveSpec
@@ -57,7 +57,7 @@ def group_gradients(tables, rewards, spec):
         logprobs=tables.logprobs(theta)[order],
         behavior_logprobs=tables.logprobs(tables.mu)[order],
         reference_logprobs=tables.logprobs(tables.ref)[order],
-        proximal_logprobs=None,
+        proximal_logprobs=tables.logprobs(tables.pi)[order],
         loss_mask=torch.ones(len(order), dtype=torch.bool),
         sequence=torch.arange(len(drawn)).repeat_interleave(lengths),
         rewards=rewards[drawn],
@@ -114,7 +114,7 @@ def test_group_mean_is_biased_by_the_factor_that_its_name_tells(name, eos):
     assert (refusal(row) or "").count("advantage rloo") == 1
     found = group_gradients(tables, torch.zeros(len(tables.responses), dtype=torch.float64), spec)
     torch.testing.assert_close(found, -BETA * gradient, atol=1e-9, rtol=0)
-    audited = moments(tables, spec, share=1 / 2).mean
+    audited = pair_moments(tables, spec).mean
     torch.testing.assert_close(audited, BETA * gradient, atol=1e-9, rtol=0)
     in_loss = dataclasses.replace(catalogue(2.0)["off_16"], advantage="group_mean")
     assert not classify(in_loss).biased
@@ -130,3 +130,41 @@ def test_std_adds_the_kl_term_whole():
     torch.testing.assert_close(added, -BETA * kl, atol=1e-9, rtol=0)
     equal = group_gradients(tables, torch.ones(4, dtype=torch.float64), spec)
     torch.testing.assert_close(equal, -BETA * kl, atol=1e-9, rtol=0)
+
+
+BIASED = {
+    "default": {},
+    "none": {"correction": "none"},
+    "ppo": {"correction": "ppo"},
+    "gspo": {"correction": "gspo"},
+    "cispo": {"correction": "cispo"},
+    "topr": {"correction": "topr"},
+    "m2po": {"correction": "m2po"},
+    "decoupled_ppo": {"correction": "decoupled_ppo", "cap": 1.2},
+    "group_std": {"correction": "none", "advantage": "group_std"},
+    "both": {"estimator": "k3", "placement": "both", "reward_weight": "token", "loss_weight": "token", "kl_cap": 1.1},
+}
+
+
+@pytest.mark.parametrize("eos", [None, 0])
+@pytest.mark.parametrize("name", BIASED)
+def test_the_baseline_of_a_biased_choice_is_part_of_what_is_audited(name, eos):
+    """Where E_mu[w_t g_t] is not 0 a baseline moves the mean: one response alone is then another objective."""
+    tables = random_tables(3, 2, seed=4, drift=0.6, distance=None, eos=eos)
+    spec = ObjectiveSpec(beta=BETA, **BIASED[name])
+    found = pair_moments(tables, spec).mean
+    expected = -group_gradients(tables, torch.zeros(len(tables.responses), dtype=torch.float64), spec)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    if name in ("none", "ppo", "gspo", "cispo"):
+        assert (found - moments(tables, spec).mean).norm() > 0.02 * found.norm()
+
+
+@pytest.mark.parametrize("eos", [None, 0])
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_pairs_without_a_baseline_are_two_single_responses(on_policy, eos):
+    tables = random_tables(3, 2, seed=4, drift=0.6, distance=None, eos=eos)
+    for options in ({}, {"estimator": "rao_blackwell", "placement": "both", "loss_weight": "prefix"}):
+        spec = ObjectiveSpec(beta=BETA, advantage="plain", baseline=7.0, **options)
+        pair, single = pair_moments(tables, spec, on_policy), moments(tables, spec, on_policy)
+        torch.testing.assert_close(pair.mean, single.mean, atol=1e-12, rtol=0)
+        assert pair.variance == pytest.approx(single.variance, rel=1e-9)

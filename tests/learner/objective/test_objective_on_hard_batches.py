@@ -455,3 +455,27 @@ def test_float32_split_agrees_to_a_millionth():
             tokens, piece = part(batch, chosen)
             pieces[:, tokens] = gradient(piece, spec)
         torch.testing.assert_close(pieces, whole, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("advantage", ["rloo", "group_mean"])
+def test_a_small_kl_survives_beside_large_rewards(advantage):
+    """Equal rewards teach nothing, whatever they are; the penalties beside them are far below their rounding."""
+    batch = make_batch([4, 4], [0, 0], dtype=torch.float32)
+    spec = ObjectiveSpec(beta=1e-3, advantage=advantage)
+    alone = gradient(dataclasses.replace(batch, rewards=torch.zeros(2)), spec)
+    assert alone.ne(0).any()
+    for reward in (1e2, 1e4, 1e6, 1e30):
+        torch.testing.assert_close(gradient(dataclasses.replace(batch, rewards=torch.full((2,), reward)), spec), alone)
+
+
+def test_advantages_of_huge_rewards_are_those_of_small_ones():
+    batch = make_batch([2, 2, 2, 2], [0, 0, 0, 0], dtype=torch.float32)
+    small = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    for scale in (1e20, 1.5e38):
+        huge = dataclasses.replace(batch, rewards=small * scale)
+        std = advantages(huge, ObjectiveSpec(beta=0, advantage="group_std"))
+        like = ObjectiveSpec(beta=0, advantage="group_std")
+        expected = advantages(dataclasses.replace(batch, rewards=small), like)
+        torch.testing.assert_close(std, expected, rtol=1e-5, atol=0)
+        mean = advantages(dataclasses.replace(huge, rewards=(small - 0.5) * 2 * scale), ObjectiveSpec(beta=0))
+        assert mean.dtype == torch.float32 and mean.isfinite().all() and mean.ne(0).all()

@@ -193,6 +193,8 @@ def choices():
             yield dataclasses.replace(base, correction="truncated", level=level, cap=0.5, placement="both")
             yield dataclasses.replace(base, correction="truncated", level=level, cap=0.5, placement="loss")
         yield dataclasses.replace(base, correction="vtrace", trace_cap=0.5)
+        for level in ("token", "sequence"):
+            yield dataclasses.replace(base, correction="masked", level=level, floor=0.0, cap=math.inf)
 
 
 def own_weights(base):
@@ -437,12 +439,12 @@ def test_audit_of_tables_has_the_promised_shape():
         with pytest.raises(ValueError, match="whole numbers"):
             audit_tables({**document, "vocab": broken})
     for broken in (None, {}, "pi", [[0.0, [1.0]]], 3.0):
-        with pytest.raises(ValueError, match="a table is|has shape"):
+        with pytest.raises(ValueError, match="list of rows|no table of logits|has shape"):
             audit_tables({**document, "mu": broken})
     for broken in (math.inf, math.nan, -1.0):
         with pytest.raises(ValueError, match="drift"):
             audit_toy(drift=broken)
-    with pytest.raises(ValueError, match="no ref"):
+    with pytest.raises(ValueError, match="its keys are vocab, length, pi, mu: give"):
         audit_tables({key: value for key, value in document.items() if key != "ref"})
     with pytest.raises(ValueError, match="too many"):
         audit_toy(vocab=50, length=8)

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from counterflow.buffer.archive import Archive
 from counterflow.buffer.codec import to_batch
 from counterflow.buffer.trajectory import Group, Origin, Trajectory, VersionSpan
+from counterflow.cli_inspect import inspect
 from counterflow.configs import RunConfig, dump
 from counterflow.errors import ConfigError
-from counterflow.inspection import inspect
 from counterflow.models import sums_tokenizer
 
 app = typer.Typer()
@@ -205,7 +205,7 @@ def test_model_that_speaks_to_the_terminal_is_obeyed(
     tmp_path: Path, origin: Origin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speech = "[red]x[/red] :smile: \x1b[2J\x07\r\u202e[/nope]\nstep 9 é"
-    monkeypatch.setattr("counterflow.inspection._tokenizer", lambda run: (lambda ids: speech, None))
+    monkeypatch.setattr("counterflow.cli_inspect._tokenizer", lambda run: (lambda ids: speech, None))
     group = make_group(0)
     reasons = [replace(t, finish_reason="\x1b]0;[bold]") for t in group.trajectories]
     run = archive(tmp_path, origin, [[replace(group, trajectories=tuple(reasons))]])
