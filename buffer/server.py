@@ -43,7 +43,6 @@ class EmbeddedServer:
             persist=True,
             config={
                 "appendonly": "yes",
-                # While the disk is slow to sync a write waits, answered already: a killed server may lose two seconds.
                 # With everysec, Valkey answers before it has written while an fsync goes on: a kill would lose groups.
                 "appendfsync": "always",
                 "aof-load-truncated": "yes",

@@ -114,7 +114,7 @@ class Ledger:
     regenerated: int = 0
     """Groups that a server, started again, had lost, and that are generated again."""
     strangers: int = 0
-    """Entries on the stream that no actor of this run had added; they are in quarantine."""
+    """Entries on the stream that no actor of this run had added; the latest are in quarantine."""
 
     @property
     def missing_groups(self) -> int:

@@ -9,8 +9,9 @@ from typing import TypeVar
 from groups import make_group
 
 from counterflow.buffer.codec import encode
-from counterflow.buffer.connection import Address
+from counterflow.buffer.connection import Address, connect
 from counterflow.buffer.producer import Capacity, Producer
+from counterflow.buffer.store import Keys
 from counterflow.buffer.trajectory import Origin
 
 T = TypeVar("T")
@@ -58,3 +59,10 @@ def fill(server: Address, origin: Origin, order: list[int]) -> None:
 def say_again(producer: Producer) -> None:
     """The producer's next call repeats the one before, whose reply was lost."""
     producer._calls -= 1
+
+
+def expire_leases(server: Address, origin: Origin) -> None:
+    """Let all leases run out."""
+    with connect(server) as client:
+        leases = Keys.of(origin.run_id).leases
+        client.zadd(leases, dict.fromkeys(client.zrange(leases, 0, -1), 0))

@@ -120,7 +120,8 @@ def test_disk_fills_with_groups_that_were_trained(tmp_path: Path) -> None:
                 pipeline.execute()
             largest = max(largest, stored_bytes(tmp_path / "buffer"))
             time.sleep(max(0.0, round_ * 30 * len(_VALUE) / bytes_per_s - (time.monotonic() - began)))
-    assert rewrite_bytes < largest < 3 * rewrite_bytes
+    # A third of what went through: how fast the disk is decides how much above twice the minimum it goes.
+    assert rewrite_bytes < largest < 400 * 30 * len(_VALUE) / 3
 
 
 _PARENT = """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from groups import make_group
-from produce import add, fill, lease_all, produce, say_again
+from produce import add, expire_leases, fill, lease_all, produce, say_again
 
 from counterflow.buffer.connection import Address, connect
 from counterflow.buffer.consumer import Consumer
@@ -38,22 +37,22 @@ def test_group_of_a_lost_lease_is_never_generated(server: Address, origin: Origi
     async def body(producer: Producer) -> list[Lease]:
         first, _ = await producer.admit(1, wanted=2)
         assert await producer.admit(1, wanted=1) == ([], Closed.LAG_BUDGET)
-        await asyncio.sleep(0.06)
+        expire_leases(server, origin)
         again, _ = await producer.admit(1, wanted=2)
         return first + again
 
-    assert produce(server, origin, body, lease_s=0.05) == [Lease(0, 1), Lease(0, 2)]
+    assert produce(server, origin, body) == [Lease(0, 1), Lease(0, 2)]
     assert read_ledger(server, origin.run_id).reissued == 1
 
 
 def test_late_group_of_a_lost_lease_is_kept_beside_the_new_one(server: Address, origin: Origin) -> None:
     async def body(producer: Producer) -> list[bool]:
         await producer.admit(1, wanted=1)
-        await asyncio.sleep(0.06)
+        expire_leases(server, origin)
         await producer.admit(1, wanted=1)
         return [await add(producer, origin, 0), await add(producer, origin, 0)]
 
-    assert produce(server, origin, body, lease_s=0.05) == [True, False]
+    assert produce(server, origin, body) == [True, False]
     assert read_ledger(server, origin.run_id).closes
 
 
@@ -166,7 +165,15 @@ def test_memory_of_added_groups_grows_with_the_run(server: Address, origin: Orig
     client = connect(server)
     k = Keys.of(origin.run_id)
     assert not client.exists(k.buffered, k.uses, k.attempts, k.leases)
+    assert client.xlen(k.stream) == 0
     client.close()
+
+
+def test_remembered_answers_grow_with_the_run(server: Address, origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("counterflow.buffer.producer.REMEMBERED_ANSWERS", 5)
+    fill(server, origin, list(range(20)))
+    with connect(server) as client:
+        assert client.zcard(Keys.of(origin.run_id).answered) == 5
 
 
 def test_dropped_group_is_waited_for_while_others_keep_arriving(server: Address, origin: Origin) -> None:
