@@ -209,6 +209,11 @@ class Consumer:
         if standing.server != self._server:
             self._stop_fetching_ahead()
             standing = self._come_back()
+        if not standing.term:
+            raise BufferUnavailable(
+                f"run {self._origin.run_id} was removed from the buffer at {self._address.shown}: end this learner, "
+                "and see who else uses that server"
+            )
         if standing.term != self._term:
             raise self._superseded()
         self._known = frozenset(standing.buffered)

@@ -5,12 +5,13 @@ A `RunConfig` flows in; warnings and the run's `Origin` flow out, or one clear e
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from counterflow.errors import ConfigError
 from counterflow.learner.objective_choice import check_objective
 from counterflow.models import MODELS
 from counterflow.processes import usable_cores
+
+_LOCK = ".lock"
 
 _LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """What models of several families do to their logits behind the output layer, where the learner reads them."""
@@ -56,6 +59,7 @@ def check(config: RunConfig) -> tuple[Origin, TaskSet, list[str]]:
     with _naming_run_folder(config):
         if folder.exists() and not config.run.overwrite:
             raise FileExistsError
+        _refuse_living(folder)
     if config.run.ray_address == "local":
         check_room(bundles(config), [Node(len(usable_cores()), _gpus())])
     _check_model(config.model)
@@ -88,11 +92,36 @@ def make_run_folder(config: RunConfig) -> Path:
     """
     folder = run_folder(config)
     with _naming_run_folder(config):
+        _refuse_living(folder)
         if folder.exists() and config.run.overwrite:
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     return folder
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """While the context is open, or this process lives, nobody overwrites the run folder."""
+    with (folder / _LOCK).open("a", encoding="utf-8") as lock:
+        # Where the file system knows no locks, whoever starts runs must see to it.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def _refuse_living(folder: Path) -> None:
+    if not (folder / _LOCK).exists():
+        return
+    with (folder / _LOCK).open("a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"run folder {folder} belongs to a run that is still going on: choose another run.name, or end that run"
+            ) from error
+        except OSError:
+            return
 
 
 @contextmanager

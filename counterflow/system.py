@@ -65,6 +65,7 @@ def run(config: RunConfig) -> Path:
         try:
             with connect(config) as cluster, terminate_like_interrupt():
                 folder = preflight.make_run_folder(config)
+                stack.enter_context(preflight.holding(folder))
                 telemetry = Telemetry(config, folder, metrics, display)
                 for line in check_objective(config).lines:
                     telemetry.note(line)

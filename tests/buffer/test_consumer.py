@@ -18,7 +18,7 @@ from counterflow.buffer.consumer import Consumer
 from counterflow.buffer.producer import Capacity, Closed, Lease, Producer
 from counterflow.buffer.reading import Reading
 from counterflow.buffer.shelf import Entry
-from counterflow.buffer.store import Keys, finish, read_ledger
+from counterflow.buffer.store import Keys, finish, forget, read_ledger
 from counterflow.buffer.trajectory import Origin
 from counterflow.errors import BufferUnavailable, DeadlineExceeded, EntryError
 
@@ -336,3 +336,10 @@ raise SystemExit(3)
 """
     fill(server, origin, [0])
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 3
+
+
+def test_run_removed_from_its_server_is_called_taken_over(server: Address, origin: Origin) -> None:
+    consumer = Consumer(server, origin)
+    forget(server, origin.run_id)
+    with pytest.raises(BufferUnavailable, match=r"was removed from the buffer at .*: end this learner"):
+        consumer.take(1, timeout_s=1)
