@@ -83,8 +83,9 @@ def finish(address: Address, run_id: str) -> Ledger:
     """
     client, k = connect(address), Keys.of(run_id)
     try:
-        with asking(address, f"the end of run {run_id}"):
-            client.register_script(script("finish"))(keys=[k.state, k.leases, k.attempts, k.stream, k.buffered, k.uses])
+        keys = [k.state, k.leases, k.attempts, k.stream, k.buffered, k.uses]
+        end = client.register_script(script("finish"))
+        patiently(address, f"the end of run {run_id}", lambda: end(keys=keys))
     finally:
         client.close()
     return read_ledger(address, run_id)

@@ -85,11 +85,13 @@ def _read(folder: Path) -> tuple[Ledger, str]:
             address = Address(place.url, _ANSWER_TIMEOUT_S, outage_s=0.0)
             return _ask(address, place.run_id), f"its server, {address.shown}"
     summary = _json(folder / "summary.json")
-    if summary and summary.get("ledger"):
+    if place and summary.get("status") != "completed" and (folder / "buffer").is_dir():
+        # A run that died may have seen its server last before the end.
+        with suppress(BufferUnavailable):
+            return _ask_left_behind(folder / "buffer", place.run_id), "what its server left on the disk"
+    if summary.get("ledger"):
         names = {field.name for field in fields(Ledger)}
         return Ledger(**{k: v for k, v in summary["ledger"].items() if k in names}), "the summary that it wrote"
-    if place and (folder / "buffer").is_dir():
-        return _ask_left_behind(folder / "buffer", place.run_id), "what its server left on the disk"
     raise ConfigError(
         f"{folder}: its server does not answer and it left no ledger: start the server that its config.yaml names"
     )

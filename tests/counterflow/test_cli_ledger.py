@@ -83,7 +83,9 @@ def test_killed_run_knows_nothing(run_server: EmbeddedServer, run_folder: Path, 
 def test_ended_run_needs_its_server(run_server: EmbeddedServer, run_folder: Path, origin: Origin) -> None:
     expected = asdict(read_ledger(run_server.address, origin.run_id))
     run_server.__exit__(None, None, None)
-    (run_folder / "summary.json").write_text(json.dumps({"ledger": {**expected, "closes": True}}))
+    (run_folder / "summary.json").write_text(
+        json.dumps({"status": "completed", "ledger": {**expected, "closes": True}})
+    )
     code, found = shown(run_folder)
     assert code == 0 and found["ledger"] == expected and "summary" in str(found["source"])
 
