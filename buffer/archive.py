@@ -7,7 +7,6 @@ replay and for people. Knows neither Redis nor torch.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from io import FileIO
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from counterflow.buffer.codec import END_OF_STREAM
 from counterflow.buffer.segment import (
-    END_OF_STREAM,
     ArchivedStep,
     encode_step,
     first_version,
@@ -27,6 +26,7 @@ from counterflow.buffer.segment import (
 )
 from counterflow.buffer.trajectory import Origin
 from counterflow.errors import ConfigError, RunFailed, UnavailableError
+from counterflow.locks import hold
 
 __all__ = ["Archive", "ArchivedStep", "read_steps"]
 
@@ -242,17 +242,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _lock(folder: Path) -> FileIO:
-    file = FileIO(folder / ".lock", "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UnavailableError(
-            f"{folder}: another process writes this archive: end it, or give this run a new folder"
-        ) from None
-    except OSError:
-        # A file system without locks: whoever starts runs sees that there is one a folder.
-        pass
+    file = hold(folder / ".lock")
+    if file is None:
+        raise UnavailableError(f"{folder}: another process writes this archive: end it, or give this run a new folder")
     return file
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 from counterflow.buffer.trajectory import SCHEMA, SCHEMA_VERSION, BoolArray, Group, Origin, Trajectory, VersionSpan
 from counterflow.errors import EntryError
 
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 _HIGHEST_TOKEN_ID = np.iinfo(np.int32).max
 _LOWEST_LOGPROB = float(np.finfo(np.float32).min)
@@ -29,7 +29,7 @@ _HIGHEST_LOGPROB = 1e-4
 
 def encode(group: Group, schema: pa.Schema) -> bytes:
     """Encode a group as one Arrow IPC stream. `schema` comes from `Origin.schema`."""
-    return b"".join((schema.serialize(), to_batch(group, schema).serialize(), _END_OF_STREAM))
+    return b"".join((schema.serialize(), to_batch(group, schema).serialize(), END_OF_STREAM))
 
 
 def decode(payload: bytes, origin: Origin) -> Group:

@@ -31,7 +31,7 @@ from counterflow.buffer.credentials import (
     login,
     tls_files,
 )
-from counterflow.errors import BufferUnavailable
+from counterflow.errors import BufferUnavailable, first_line
 
 T = TypeVar("T")
 
@@ -193,7 +193,7 @@ def _unavailable(address: Address, what: str, error: Exception, tried_s: float |
     )
     return BufferUnavailable(
         f"the buffer at {address.shown} {'went away during' if lost else 'refused'} {what} "
-        f"({first_line(error)}{tried}): {mend}"
+        f"({first_line(error).rstrip('.')}{tried}): {mend}"
     )
 
 
@@ -214,11 +214,6 @@ def advice(error: BaseException) -> str | None:
     if "WRONG VERSION NUMBER" in said or "RECORD LAYER FAILURE" in said:
         return "this port does not speak TLS: use its TLS port, or redis:// instead of rediss://"
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """The error in one line without a full stop, or its name where it says nothing."""
-    return (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
 
 
 def discover(address: Address) -> Address:

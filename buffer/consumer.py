@@ -20,7 +20,7 @@ from counterflow.buffer.connection import CLIENT_ERRORS, Address, connect, patie
 from counterflow.buffer.reading import Reading, next_freshest, next_in_admission_order, next_ready
 from counterflow.buffer.shelf import Entry, Shelf
 from counterflow.buffer.standing import Standing, read_standing
-from counterflow.buffer.store import Keys, read_ledger, script
+from counterflow.buffer.store import Keys, ledger_by, script
 from counterflow.buffer.trajectory import Origin
 from counterflow.errors import BufferUnavailable, DeadlineExceeded
 from counterflow.records import Ledger
@@ -124,7 +124,7 @@ class Consumer:
 
     def ledger(self) -> Ledger:
         """Where every group of the run is now."""
-        return read_ledger(self._address, self._origin.run_id)
+        return ledger_by(self._client, self._address, self._origin.run_id)
 
     def close(self) -> None:
         """Stop fetching; close the connections and the archive."""

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import redis
 
-from counterflow.buffer.connection import CLIENT_ERRORS, Address, advice, first_line, is_secret, node
+from counterflow.buffer.connection import CLIENT_ERRORS, Address, advice, is_secret, node
 from counterflow.buffer.credentials import CA_FILE_VARIABLE, CERTIFICATE_FILE_VARIABLE, KEY_FILE_VARIABLE, tls_files
-from counterflow.errors import BufferUnavailable
+from counterflow.errors import BufferUnavailable, first_line
 
 _OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
 _SETTINGS = (
@@ -39,7 +39,7 @@ def check_server(address: Address) -> list[str]:
     except ValueError as error:
         raise BufferUnavailable(f"{where} is not a Redis URL: {error}") from error
     except CLIENT_ERRORS as error:
-        said, waited_s = first_line(error), time.monotonic() - start
+        said, waited_s = first_line(error).rstrip("."), time.monotonic() - start
         if isinstance(error, redis.AuthenticationError | redis.ResponseError):
             mend = advice(error) or "see the server's log"
             raise BufferUnavailable(f"{where} refuses the connection ({said}): {mend}") from error

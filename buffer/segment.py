@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from counterflow.buffer.codec import END_OF_STREAM
 from counterflow.buffer.trajectory import SCHEMA, SCHEMA_VERSION, Origin
-from counterflow.errors import ConfigError, EntryError
+from counterflow.errors import ConfigError, EntryError, first_line
 
 STEP_COLUMNS = (
     pa.field("learner_version", pa.int64(), nullable=False),
     pa.field("position", pa.int32(), nullable=False),
 )
 CONTINUATION = b"\xff\xff\xff\xff"
-END_OF_STREAM = CONTINUATION + bytes(4)
 SEAL = b"counterflow crc32 "
 UNSEALED = SEAL + b"????????"
 """What stands in a message's metadata while its checksum is computed."""
@@ -63,7 +63,9 @@ class StoredStep:
             step = pa.ipc.read_record_batch(self.message, self.schema)
             step.validate(full=True)
         except (pa.ArrowException, OSError) as error:
-            raise ConfigError(f"{self.path}: step {self.learner_version + 1} is no group ({_line(error)})") from error
+            raise ConfigError(
+                f"{self.path}: step {self.learner_version + 1} is no group ({first_line(error)})"
+            ) from error
         versions, positions = step.column("learner_version").to_numpy(), step.column("position").to_numpy()
         if not len(versions) or (versions != self.learner_version).any():
             raise ConfigError(
@@ -147,7 +149,7 @@ def stored_steps(path: Path, *, last: bool) -> Iterator[StoredStep]:
             except (pa.ArrowException, OSError) as error:
                 if isinstance(error, OSError) and error.errno:
                     raise
-                reason = _line(error)
+                reason = first_line(error)
             else:
                 yield StoredStep(path, schema, learner_version, message, source.tell())
                 learner_version += 1
@@ -167,7 +169,7 @@ def _read_schema(path: Path, source: pa.NativeFile) -> pa.Schema:
     except (pa.ArrowException, EOFError, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
-        raise ConfigError(f"{path}: not a segment of an archive ({_line(error)}): move it away") from error
+        raise ConfigError(f"{path}: not a segment of an archive ({first_line(error)}): move it away") from error
     version = (schema.metadata or {}).get(b"schema_version", b"none").decode(errors="replace")
     if version != str(SCHEMA_VERSION) or schema.remove_metadata() != pa.schema([*STEP_COLUMNS, *SCHEMA]):
         raise ConfigError(
@@ -200,7 +202,3 @@ def _is_torn(path: Path, start: int) -> bool:
             _read_sealed(pa.BufferReader(pa.py_buffer(content)[at:]))
             return False
     return True
-
-
-def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__

@@ -12,6 +12,8 @@ from dataclasses import astuple, dataclass, fields
 from functools import cache
 from importlib.resources import files
 
+import redis
+
 from counterflow.buffer.connection import Address, asking, connect, patiently
 from counterflow.records import Ledger
 
@@ -60,7 +62,16 @@ def read_ledger(address: Address, run_id: str) -> Ledger:
     Raises:
         BufferUnavailable: the server went away, or refuses.
     """
-    client, k = connect(address), Keys.of(run_id)
+    client = connect(address)
+    try:
+        return ledger_by(client, address, run_id)
+    finally:
+        client.close()
+
+
+def ledger_by(client: redis.Redis, address: Address, run_id: str) -> Ledger:
+    """The same by a client that is there already."""
+    k = Keys.of(run_id)
 
     def read() -> Ledger:
         with client.pipeline(transaction=True) as pipeline:
@@ -69,10 +80,7 @@ def read_ledger(address: Address, run_id: str) -> Ledger:
             pipeline.zcard(k.leases)
             return _as_ledger(*pipeline.execute())
 
-    try:
-        return patiently(address, "the reading of the ledger", read)
-    finally:
-        client.close()
+    return patiently(address, "the reading of the ledger", read)
 
 
 def finish(address: Address, run_id: str) -> Ledger:
@@ -86,9 +94,9 @@ def finish(address: Address, run_id: str) -> Ledger:
         keys = [k.state, k.leases, k.attempts, k.stream, k.buffered, k.uses]
         end = client.register_script(script("finish"))
         patiently(address, f"the end of run {run_id}", lambda: end(keys=keys))
+        return ledger_by(client, address, run_id)
     finally:
         client.close()
-    return read_ledger(address, run_id)
 
 
 def forget(address: Address, run_id: str) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -156,7 +156,7 @@ def _tokenizer(run: Path) -> tuple[Decode, str | None]:
     try:
         path = load_config(run / "config.yaml").model.path
     except ConfigError as error:
-        return _no_text, str(error).partition("\n")[0]
+        return _no_text, first_line(error)
     if not path.is_dir():
         return _no_text, f"{path}: there is no such model folder; relative paths start where the command runs"
     from transformers import AutoTokenizer
@@ -164,8 +164,7 @@ def _tokenizer(run: Path) -> tuple[Decode, str | None]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises the base class itself
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        return _no_text, f"{path}: its tokenizer cannot be loaded ({reason})"
+        return _no_text, f"{path}: its tokenizer cannot be loaded ({first_line(error)})"
     return lambda ids: str(tokenizer.decode(ids)), None
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from counterflow.errors import BufferUnavailable, ConfigError
-from counterflow.place import read_place
+from counterflow.place import read_json, read_place
 from counterflow.records import Ledger
 
 _ANSWER_TIMEOUT_S = 2.0
@@ -62,8 +62,9 @@ def find(folder: Path) -> Finding:
     groups, tokens, uses = 0, 0, 1
     if (folder / "archive").is_dir():
         from counterflow.buffer.archive import read_steps
+        from counterflow.configs import load_config
 
-        uses = _uses(folder)
+        uses = load_config(folder / "config.yaml").buffer.uses
         for step in read_steps(folder / "archive"):
             # The archive knows of a step before the server does.
             if step.learner_version >= read.policy_version:
@@ -84,7 +85,7 @@ def _read(folder: Path) -> tuple[Ledger, str]:
         with suppress(BufferUnavailable):
             address = Address(place.url, _ANSWER_TIMEOUT_S, outage_s=0.0)
             return _ask(address, place.run_id), f"its server, {address.shown}"
-    summary = _json(folder / "summary.json")
+    summary = read_json(folder / "summary.json", dict) or {}
     if place and summary.get("status") != "completed" and (folder / "buffer").is_dir():
         # A run that died may have seen its server last before the end.
         with suppress(BufferUnavailable):
@@ -131,23 +132,6 @@ def _complaints(ledger: Ledger, archived_groups: int, archived_tokens: int, uses
             f"the archive holds {archived_groups} groups and {archived_tokens} tokens, {ledger.trained} and "
             f"{ledger.tokens_trained} were trained"
         )
-
-
-def _uses(folder: Path) -> int:
-    import yaml
-
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
-    return int(config.get("buffer", {}).get("uses", 1))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): it was damaged, or is another program's") from error
-    return found
 
 
 def _print(found: Finding) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "RunFailed",
     "UnavailableError",
     "WeightSyncError",
+    "first_line",
 ]
 
 
@@ -73,3 +74,8 @@ class WeightSyncError(CounterflowError):
 
 class RunFailed(CounterflowError):
     """A part of the run died."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error of anyone's in one line, or its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from counterflow.errors import ConfigError
+
+T = TypeVar("T")
 
 _FILE = "buffer.json"
 
@@ -30,9 +34,17 @@ def read_place(folder: Path) -> Place | None:
     Raises:
         ConfigError: it cannot be read.
     """
-    path = folder / _FILE
+    return read_json(folder / _FILE, lambda fields: Place(**fields))
+
+
+def read_json(path: Path, of: Callable[[Any], T]) -> T | None:
+    """What `of` makes of a file that a run left in its folder; None where there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
-        return Place(**json.loads(path.read_text(encoding="utf-8")))
+        return of(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:

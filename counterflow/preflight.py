@@ -5,13 +5,12 @@ A `RunConfig` flows in; warnings and the run's `Origin` flow out, or one clear e
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from counterflow.buffer.trajectory import Origin
 from counterflow.cluster import Node, bundles, check_room
 from counterflow.configs import dump
 from counterflow.configs.schema import ModelSection, RunConfig
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, first_line
 from counterflow.learner.objective_choice import check_objective
+from counterflow.locks import hold
 from counterflow.models import MODELS
 from counterflow.processes import usable_cores
 
@@ -70,7 +70,7 @@ def check(config: RunConfig) -> tuple[Origin, TaskSet, list[str]]:
         )
     except Exception as error:  # tokenizers raises the base class itself
         raise ConfigError(
-            f"model.path {config.model.path} holds no tokenizer that loads ({_first_line(error)}): copy the model again"
+            f"model.path {config.model.path} holds no tokenizer that loads ({first_line(error)}): copy the model again"
         ) from error
     task = load_task(config, tokenizer)
     warnings = check_objective(config).warnings + _warnings(config, task)
@@ -103,25 +103,19 @@ def make_run_folder(config: RunConfig) -> Path:
 @contextmanager
 def holding(folder: Path) -> Iterator[None]:
     """While the context is open, or this process lives, nobody overwrites the run folder."""
-    with (folder / _LOCK).open("a", encoding="utf-8") as lock:
-        # Where the file system knows no locks, whoever starts runs must see to it.
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with hold(folder / _LOCK) or nullcontext():
         yield
 
 
 def _refuse_living(folder: Path) -> None:
     if not (folder / _LOCK).exists():
         return
-    with (folder / _LOCK).open("a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"run folder {folder} belongs to a run that is still going on: choose another run.name, or end that run"
-            ) from error
-        except OSError:
-            return
+    lock = hold(folder / _LOCK)
+    if lock is None:
+        raise ConfigError(
+            f"run folder {folder} belongs to a run that is still going on: choose another run.name, or end that run"
+        )
+    lock.close()
 
 
 @contextmanager
@@ -176,7 +170,7 @@ def _read_model_config(model: ModelSection) -> Any:
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path {path}: its config.json cannot be read ({_first_line(error)}): copy the model again"
+            f"model.path {path}: its config.json cannot be read ({first_line(error)}): copy the model again"
         ) from error
     try:
         return AutoConfig.from_pretrained(
@@ -184,7 +178,7 @@ def _read_model_config(model: ModelSection) -> Any:
         ).get_text_config()
     except Exception as error:  # a model may bring code of its own
         raise ConfigError(
-            f"model.path {path}: transformers cannot use its config.json ({_first_line(error)}): copy the model again, "
+            f"model.path {path}: transformers cannot use its config.json ({first_line(error)}): copy the model again, "
             "or set model.trust_remote_code=true if it brings code that you trust"
         ) from error
 
@@ -235,7 +229,3 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).partition("\n")[0]

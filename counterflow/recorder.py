@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_type_hints
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, first_line
 from counterflow.records import EvaluationRecord, Interval, Ledger, StepRecord
 
 __all__ = ["Recorder", "RunRecords", "lag_summary", "read_run", "summarize", "wilson", "write_summary"]
@@ -275,8 +275,7 @@ def _read(path: Path, kind: type[Record]) -> list[Record]:
     try:
         rows = pq.read_table(path, schema=SCHEMAS[kind]).to_pylist()
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{path}: not a record file of this version ({reason}): run the version that wrote it"
+            f"{path}: not a record file of this version ({first_line(error)}): run the version that wrote it"
         ) from None
     return [kind(**row) for row in rows]

@@ -25,7 +25,7 @@ COUNTER, STREAM = "counterflow:{run}:counter", "counterflow:{run}:stream"
 
 
 async def use(address: Address) -> None:
-    """Everything that a run asks of a server, of both kinds of client."""
+    """Scripts, streams and transactions, by both kinds of client; a whole run is `live`."""
     blocking, other = connect(address), connect_async(address)
     try:
         count = blocking.register_script(COUNT)(keys=[COUNTER])

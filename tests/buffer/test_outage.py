@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from groups import make_group
+from killing import kill_server
 from produce import ROOMY, add, fill, lease_all, produce
 
 from counterflow.buffer.archive import Archive, read_steps
@@ -40,13 +40,6 @@ def archive(tmp_path: Path, origin: Origin) -> Iterator[Archive]:
     archive.close()
 
 
-def kill(address: Address) -> None:
-    with connect(address) as client:
-        process = psutil.Process(int(client.info("server")["process_id"]))
-    process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-
-
 def log_of(server_folder: Path) -> Path:
     (log,) = server_folder.rglob("*.incr.aof")
     return log
@@ -62,7 +55,7 @@ def test_server_killed_between_take_and_commit_loses_the_step(
     fill(own_server.address, origin, [0, 1, 2, 3])
     consumer = Consumer(own_server.address, origin, archive)
     entries = consumer.take(2, timeout_s=5)
-    kill(own_server.address)
+    kill_server(own_server.address)
     threading.Timer(0.3, own_server.revive).start()
     consumer.commit(entries, version=1)
     consumer.commit(consumer.take(2, timeout_s=5), version=2)
@@ -76,7 +69,7 @@ def test_producer_gives_up_while_the_server_starts_again(own_server: EmbeddedSer
 
     async def body(producer: Producer) -> bool:
         await lease_all(producer, 1)
-        kill(address)
+        kill_server(address)
         threading.Timer(0.3, own_server.revive).start()
         return await add(producer, origin, 0)
 
@@ -96,7 +89,7 @@ class PowerCut:
 
     def strike(self) -> None:
         log = log_of(self.folder)
-        kill(self.server.address)
+        kill_server(self.server.address)
         os.truncate(log, self.size)
         assert self.server.revive()
 
@@ -254,7 +247,7 @@ def test_power_cut_loses_groups_or_trains_them_twice(
         consumer.commit(consumer.take(2, timeout_s=5), version)
     held = consumer.take(2, timeout_s=5)
     log = log_of(tmp_path / "buffer")
-    kill(address)
+    kill_server(address)
     os.truncate(log, start + int(kept * (log.stat().st_size - start)))
     assert own_server.revive()
 
@@ -290,7 +283,7 @@ def test_learner_and_server_both_die_and_the_log_is_cut(
     for version in (1, 2):
         first.commit(first.take(2, timeout_s=5), version)
     first.close()
-    kill(address)
+    kill_server(address)
     os.truncate(log, start)
     own_server.revive()
     second = Consumer(address, origin, Archive(folder, origin))
@@ -307,7 +300,7 @@ def test_server_that_forgot_everything_is_believed(own_server: EmbeddedServer, o
     consumer.commit(consumer.take(1, timeout_s=5), version=1)
     with connect(own_server.address) as client:
         client.flushall()
-    kill(own_server.address)
+    kill_server(own_server.address)
     own_server.revive()
     with pytest.raises(BufferUnavailable, match="is at version 0 of run .*, its archive at 1"):
         consumer.take(1, timeout_s=5)

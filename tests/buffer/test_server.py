@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from killing import kill_server, process_of
 
-from counterflow.buffer.connection import Address, connect
+from counterflow.buffer.connection import connect
 from counterflow.buffer.server import EmbeddedServer
 from counterflow.errors import BufferUnavailable
 
@@ -25,21 +26,6 @@ _VALUE = b"x" * 33_000
 def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     with EmbeddedServer(tmp_path / "buffer", timeout_s=10) as server:
         yield server
-
-
-def process_of(address: Address) -> psutil.Process:
-    with connect(address) as client:
-        return psutil.Process(int(client.info("server")["process_id"]))
-
-
-def kill(address: Address) -> None:
-    """Let it bring to disk what it was told, then return when the process, our child, is gone but not yet buried."""
-    process = process_of(address)
-    with connect(address) as client:
-        client.set("last", "write")  # WAITAOF waits for what its own connection wrote.
-        assert client.execute_command("WAITAOF", 1, 0, 5000)[0] == 1
-    process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
 def wait_until(true: Callable[[], bool], within_s: float = 10) -> None:
@@ -63,7 +49,7 @@ def test_killed_server_comes_back_elsewhere_or_empty(server: EmbeddedServer) -> 
         for n in range(100):
             client.xadd("stream", {"n": n})
     for _ in range(2):
-        kill(before)
+        kill_server(before, synced=True)
         assert server.revive() is True
         assert server.address == before
         with connect(before) as client:
@@ -85,7 +71,7 @@ def test_truncated_file_and_left_socket_keep_the_server_down(server: EmbeddedSer
     with connect(server.address) as client, client.pipeline(transaction=True) as pipeline:
         client.xadd("stream", {"value": "whole"})
         pipeline.xadd("stream", {"value": "torn"}).incr("torn").execute()
-    kill(server.address)
+    kill_server(server.address, synced=True)
     assert Path(server.address.url.removeprefix("unix://")).exists()
     (log,) = (tmp_path / "buffer" / "appendonlydir").glob("*.incr.aof")
     os.truncate(log, log.read_bytes().rindex(b"torn") + 2)
@@ -99,7 +85,7 @@ def test_damaged_file_is_served_as_if_nothing_was_lost(server: EmbeddedServer, t
     with connect(server.address) as client:
         for n in range(100):
             client.xadd("stream", {"n": n})
-    kill(server.address)
+    kill_server(server.address, synced=True)
     (log,) = (tmp_path / "buffer" / "appendonlydir").glob("*.incr.aof")
     content = bytearray(log.read_bytes())
     start = content.index(b"*5\r\n", len(content) // 2)  # The log has no checksums: damage inside a value goes unseen.

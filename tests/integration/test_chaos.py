@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from groups import make_group
+from killing import kill_server
 
 from counterflow.actors.tasks import prompt_index
 from counterflow.buffer.admission import open_groups
@@ -151,10 +152,7 @@ class Chaos:
             self.end(self.learner)
             self.learner = self.new_learner()
         else:
-            with connect(self.server.address) as client:
-                pid = int(client.info("server")["process_id"])
-            os.kill(pid, 9)
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            kill_server(self.server.address)
             if victim != "server":
                 self.cut_log()
             time.sleep(self.moments.uniform(0, 0.3))
