@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 MODEL := .cache/models/sums/model.safetensors
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# See the head of requirements/cpu.txt.
+LEFT_OUT := requires (torchvision|torchaudio|torchcodec|triton|opencv-python-headless|llm|llama-cpp-python)[,]
 # A typed copy of the package: mypy does not follow the editable install from one folder into another.
 TYPES := build/types
 
@@ -63,8 +65,8 @@ $(INSTALLED): requirements/cpu.txt pyproject.toml
 	  $(PIP) install --no-deps --no-build-isolation --requirement requirements/cpu.txt; \
 	  $(PIP) install --no-deps --no-build-isolation --editable .; \
 	fi
-	@if missing=$$($(BIN)/python -m pip check 2>/dev/null | grep '^counterflow '); then \
-	  echo "pyproject.toml asks for what requirements/cpu.txt does not install: $$missing" >&2; exit 1; fi
+	@if missing=$$($(BIN)/python -m pip check 2>/dev/null | grep -E '^counterflow |not installed' | grep -vE '$(LEFT_OUT)'); then \
+	  echo "What is installed asks for what requirements/cpu.txt lacks: $$missing" >&2; exit 1; fi
 	@touch $@
 
 $(MODEL): | $(INSTALLED)

@@ -6,7 +6,6 @@ knows what was trained. A consumer that arrives takes over from the one before i
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -17,15 +16,13 @@ from typing import Any
 from counterflow.buffer.archive import Archive, read_steps
 from counterflow.buffer.codec import from_batch, read_batch
 from counterflow.buffer.connection import CLIENT_ERRORS, Address, connect, patiently
-from counterflow.buffer.reading import Reading, next_freshest, next_in_admission_order, next_ready
+from counterflow.buffer.reading import Reading, missing, next_freshest, next_in_admission_order, next_ready
 from counterflow.buffer.shelf import Entry, Shelf
 from counterflow.buffer.standing import Standing, read_standing
 from counterflow.buffer.store import Keys, ledger_by, script
 from counterflow.buffer.trajectory import Origin
 from counterflow.errors import BufferUnavailable, DeadlineExceeded
 from counterflow.records import Ledger
-
-_log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02
 
@@ -38,14 +35,20 @@ class Consumer:
     Args:
         archive: where a step's groups go before they leave the server. None keeps nothing: steps that the server
             itself forgets are an error then.
+        tell: takes what the run's owner should know, a sentence at a time.
     """
 
     def __init__(
-        self, address: Address, origin: Origin, archive: Archive | None = None, reading: Reading | None = None
+        self,
+        address: Address,
+        origin: Origin,
+        archive: Archive | None = None,
+        reading: Reading | None = None,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._address, self._client, self._archive = address, connect(address), archive
         self._origin, self._keys = origin, Keys.of(origin.run_id)
-        self._reading = reading or Reading()
+        self._reading, self._tell = reading or Reading(), tell
         self._term = f"learner-{secrets.token_hex(8)}"
         self._arrive, self._commit, self._release = (
             self._client.register_script(script(name)) for name in ("arrive", "commit", "release")
@@ -55,6 +58,7 @@ class Consumer:
         # Sets are replaced, never changed: the thread that fetches ahead reads them.
         self._taken: frozenset[int] = frozenset()
         self._lost: frozenset[int] = frozenset()
+        self._filtered = 0
         standing = self._standing()
         self._server = standing.server
         self._term_before, server_before = self._take_over()
@@ -87,9 +91,10 @@ class Consumer:
                     continue
                 break
             if time.monotonic() > deadline:
-                raise DeadlineExceeded("the learner", self._missing(groups, chosen, standing), timeout_s)
+                raise DeadlineExceeded("the learner", missing(groups, chosen, standing, self._filtered), timeout_s)
             time.sleep(_LOOK_AGAIN_S)
         self._taken |= set(chosen)
+        self._filtered = 0
         self._fetch_ahead(groups)
         return entries
 
@@ -164,19 +169,8 @@ class Consumer:
         flat = [e.group.admission for e in entries if len({t.reward for t in e.group.trajectories} - {None}) < 2]
         for n in flat:
             self._shelf.drop(n, standing.buffered[n], "filtered")
+        self._filtered += len(flat)
         return bool(flat)
-
-    def _missing(self, groups: int, chosen: Sequence[int], standing: Standing) -> str:
-        missing = [n for n in chosen if n not in standing.buffered]
-        if not missing:
-            return f"{groups - len(chosen)} of {groups} groups: {len(standing.leases)} are being generated"
-        first = missing[0]
-        where = (
-            f"being generated, lease ends at Unix time {standing.leases[first]:.0f} s"
-            if first in standing.leases
-            else "not admitted yet (do the actors serve a new enough version?)"
-        )
-        return f"{len(missing)} of {groups} groups, the first of them number {first}: {where}"
 
     def _fetch_ahead(self, groups: int) -> None:
         stop = threading.Event()
@@ -240,11 +234,9 @@ class Consumer:
             if now.server == self._server:
                 break
         self._lost = self._taken - now.buffered.keys()
-        _log.warning(
-            "the buffer's server was started again: it had lost %d steps, which it was told anew, and %d groups, which "
-            "are generated again",
-            self.version - before.version,
-            len(gone),
+        self._tell(
+            f"the buffer's server was started again: it had lost {self.version - before.version} steps, which it was "
+            f"told anew, and {len(gone)} groups, which are generated again"
         )
         return now
 

@@ -157,7 +157,8 @@ class BufferSection(Section):
     url: str | None = Field(
         None,
         description="Redis 7+ or Valkey 8+ URL, without a password. Absent: a server embedded in the run. "
-        "User and password come from COUNTERFLOW_REDIS_USERNAME and COUNTERFLOW_REDIS_PASSWORD.",
+        "User and password come from COUNTERFLOW_REDIS_USERNAME and COUNTERFLOW_REDIS_PASSWORD (or "
+        "COUNTERFLOW_REDIS_PASSWORD_FILE), certificates from COUNTERFLOW_REDIS_{CA,CERT,KEY}_FILE.",
     )
     capacity_groups: int = Field(
         4096, ge=1, description="Groups, those being generated included, at which admission pauses."

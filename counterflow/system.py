@@ -22,7 +22,8 @@ from counterflow.buffer.trajectory import Origin
 from counterflow.cluster import Cluster, as_failure, bundles, call, connect
 from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
-from counterflow.errors import BufferUnavailable, RunFailed
+from counterflow.drops import DropWatch
+from counterflow.errors import BufferUnavailable
 from counterflow.learner.learner import Learner, StepResult
 from counterflow.learner.objective_choice import check_objective
 from counterflow.metrics import Metrics
@@ -38,8 +39,6 @@ _WATCH_S = 1.0
 _FLUSH_TICKS = 10
 _ANSWER_TIMEOUT_S = 60.0
 _FAREWELL_S = 1.0
-_HOPELESS_STEPS = 10
-"""Batches' worth of groups that may be dropped in a row before the run gives up."""
 
 
 def run(config: RunConfig) -> Path:
@@ -92,7 +91,7 @@ class Run:
         self.server: EmbeddedServer | None = None
         self.delivery: Delivery | None = None
         self._evaluating: asyncio.Task[None] | None = None
-        self._steps_seen, self._dropped_by_last_step = 0, 0
+        self._drops = DropWatch(config.admission.groups_per_step, config.run.step_timeout_s)
 
     async def supervise(self, cluster: Cluster) -> None:
         """Build the run on the cluster, train, and say good-bye to every process.
@@ -176,6 +175,7 @@ class Run:
             await delivery.publish()
             self.telemetry.step(result.record, served=delivery.served, skipped=delivery.skipped)
             self.telemetry.intervals(result.intervals)
+            self.telemetry.remarks(result.notes)
             if every and step % every == 0 and step < run.steps:
                 await self._evaluate_beside(step, delivery, tasks)
         if self._evaluating is not None:
@@ -244,27 +244,29 @@ class Run:
             await asyncio.sleep(_WATCH_S)
             delivery.raise_failure()
             await self._observe_actors()
-            ledger = await asyncio.to_thread(read_ledger, address, self.origin.run_id)
+            ledger = await self._ledger(address)
             self.telemetry.ledger(ledger)
-            self._give_up_if_hopeless(ledger)
+            if warning := self._drops.look(self.telemetry.steps, ledger, self.telemetry.last_error):
+                self.telemetry.note(warning)
             if tick % _FLUSH_TICKS == 0:
                 self.telemetry.flush()
+
+    async def _ledger(self, address: Address) -> Ledger:
+        """The ledger now; tells of an outage of the server, and of its end."""
+        began = self.telemetry.now()
+        try:
+            return await asyncio.to_thread(read_ledger, replace(address, outage_s=0.0), self.origin.run_id)
+        except BufferUnavailable as error:
+            self.telemetry.note(f"{error}; the run waits {address.outage_s:g} s at most (buffer.outage_timeout_s)")
+        ledger = await asyncio.to_thread(read_ledger, address, self.origin.run_id)
+        self.telemetry.note(f"the buffer answers again, after {self.telemetry.now() - began:.1f} s")
+        return ledger
 
     async def _keep_server_alive(self) -> None:
         while self.server is not None:
             await asyncio.sleep(_WATCH_S)
             if await asyncio.to_thread(self.server.revive):
                 self.telemetry.note("the buffer's server had died and was started again on its data")
-
-    def _give_up_if_hopeless(self, ledger: Ledger) -> None:
-        dropped = sum(ledger.dropped.values()) - self._dropped_by_last_step
-        if self.telemetry.steps != self._steps_seen:
-            self._steps_seen = self.telemetry.steps
-            self._dropped_by_last_step = sum(ledger.dropped.values())
-        elif dropped > _HOPELESS_STEPS * self.config.admission.groups_per_step:
-            raise RunFailed(
-                f"{dropped} groups were dropped since the last step: {self.telemetry.last_error or 'see the ledger'}"
-            )
 
     async def _observe_actors(self) -> None:
         states: list[ActorState] = await asyncio.gather(

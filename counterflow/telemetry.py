@@ -5,6 +5,7 @@ Steps, evaluations, ledgers and actor states flow in from the supervisor; nothin
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,7 @@ class Telemetry:
         self._reward_failures: Counter[str] = Counter()
         self._ledger: Ledger | None = None
         self._was_full = False
+        self._remarked: set[str] = set()
         self.started_at = time.time()
         """Unix time, the zero of all times reported."""
         self.last_error: str | None = None
@@ -80,6 +82,15 @@ class Telemetry:
             lag_max=record.lag_max,
             versions_skipped=skipped,
         )
+
+    def remarks(self, texts: Iterable[str]) -> None:
+        """What the learner says of its steps: all of it for the log, each kind once for the user."""
+        for text in texts:
+            self.event("remark", text=text)
+            kind = re.sub(r"[\d.,]+", "#", text)
+            if kind not in self._remarked:
+                self._remarked.add(kind)
+                self.note(text)
 
     def evaluation(self, record: EvaluationRecord, *, failed: int) -> None:
         """An evaluation, with how many of its samples got no reward."""

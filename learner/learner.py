@@ -5,7 +5,6 @@ One torch process. Groups flow in through a `Consumer`; step records, and weight
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,15 +28,13 @@ from counterflow.learner.objective.diagnostics import diagnose, remarks
 from counterflow.learner.objective.loss import normalizer, policy_loss
 from counterflow.learner.objective.ratios import learning_rate_scale
 from counterflow.learner.objective.types import Diagnostics, PolicyBatch, concatenate
-from counterflow.learner.objective_choice import check_objective, needs_reference, next_beta, objective_spec
+from counterflow.learner.objective_choice import needs_reference, next_beta, objective_spec
 from counterflow.learner.policy import Policy, load_model
 from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
 from counterflow.weight_sync.lag import token_lags
 from counterflow.weight_sync.layout import Layout, lay_out, named_weights
 from counterflow.weight_sync.publisher import SharedMemoryPublisher, StagedVersion
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,8 @@ class StepResult:
 
     record: StepRecord
     intervals: list[Interval]
+    notes: list[str]
+    """What the run's owner should know."""
 
 
 class Learner:
@@ -86,13 +85,11 @@ class Learner:
         )
         warmup = max(learner.warmup_steps, 1)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda s: min((s + 1) / warmup, 1.0))
-        announcement = check_objective(config)
-        for line in announcement.lines + announcement.warnings:
-            _log.info(line)
         self._spec = objective_spec(config)
         self._length_constant = config.objective.length_constant or config.sampling.max_tokens
         archive = Archive(folder / "archive", origin, segment_bytes=config.buffer.archive_segment_bytes)
-        self._consumer = Consumer(address, origin, archive, _reading(config))
+        self._notes: list[str] = []
+        self._consumer = Consumer(address, origin, archive, _reading(config), self._notes.append)
         dtype = getattr(torch, config.actors.dtype)
         self._publisher = SharedMemoryPublisher(origin.run_id, lay_out(named_weights(model), dtype))
 
@@ -130,9 +127,10 @@ class Learner:
             learner_tokens_per_s=record.tokens / (end - training),
             buffer_groups=ledger.buffered,
         )
-        return StepResult(
-            record, [Interval("learner", "wait", waiting, training), Interval("learner", "train", training, end)]
-        )
+        notes = self._notes.copy()
+        self._notes.clear()
+        intervals = [Interval("learner", "wait", waiting, training), Interval("learner", "train", training, end)]
+        return StepResult(record, intervals, notes)
 
     def save(self, folder: Path) -> None:
         """Write the current policy, with its tokenizer, as a Hugging Face folder."""
@@ -169,8 +167,7 @@ class Learner:
             entropy_sum += float(entropies[policy_batch.loss_mask].sum())
         whole = concatenate(done)
         measured = diagnose(whole, self._spec)
-        for remark in remarks(measured, self._spec):
-            _log.warning("step %d: %s", self._consumer.version + 1, remark)
+        self._notes += [f"step {self._consumer.version + 1}: {remark}" for remark in remarks(measured, self._spec)]
         learning_rate = float(self._schedule.get_last_lr()[0])
         if self._config.objective.importance.scale_learning_rate:
             learning_rate *= learning_rate_scale(whole)

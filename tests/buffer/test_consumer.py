@@ -93,6 +93,21 @@ def test_group_without_signal_is_trained_where_it_should_be_filtered(server: Add
     assert ledger.dropped == {"filtered": 1} and ledger.closes
 
 
+def test_learner_waits_in_vain_for_signal_without_saying_what_was_dropped(server: Address, origin: Origin) -> None:
+    async def body(producer: Producer) -> None:
+        await lease_all(producer, 1)
+        group = make_group(0)
+        flat = dataclasses.replace(
+            group, trajectories=tuple(dataclasses.replace(t, reward=1.0) for t in group.trajectories)
+        )
+        await producer.add(flat, encode(flat, origin.schema()))
+
+    produce(server, origin, body)
+    consumer = Consumer(server, origin, reading=Reading(drop_equal_rewards=True))
+    with pytest.raises(DeadlineExceeded, match=r"1 were dropped, their rewards all equal \(buffer.drop_equal_rewards"):
+        consumer.take(1, timeout_s=0.2)
+
+
 def test_group_is_used_once_or_thrice_instead_of_twice(server: Address, origin: Origin) -> None:
     fill(server, origin, [0, 1, 2, 3])
     consumer = Consumer(server, origin, reading=Reading(uses=2))

@@ -274,7 +274,7 @@ def test_learner_waits_for_ever(server: Address, origin: Origin) -> None:
     consumer = Consumer(server, origin)
     start = time.monotonic()
     with pytest.raises(
-        DeadlineExceeded, match="the learner waited 0.3 s for 1 of 1 groups, the first of them number 0"
+        DeadlineExceeded, match="the learner waited 0.3 s for 1 of 1 groups: the first of them is number 0"
     ):
         consumer.take(1, timeout_s=0.3)
     assert time.monotonic() - start >= 0.3

@@ -51,6 +51,7 @@ def test_death_of_the_embedded_server_ends_the_run(tiny_model: Path, tmp_path: P
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "the buffer's server had died and was started again on its data" in output
+    assert "the buffer's server was started again: it had lost 0 steps, which it was told anew, and 0 groups" in output
     ledger = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["ledger"]
     assert ledger["closes"] and ledger["trained"] == 80
 
