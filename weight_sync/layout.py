@@ -35,6 +35,12 @@ class Layout:
             raw = buffer[slot.offset : slot.offset + slot.size_bytes]
             yield slot.name, raw.view(getattr(torch, slot.dtype)).view(slot.shape)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one dtype in which all tensors are sent."""
+        (dtype,) = {slot.dtype for slot in self.slots}
+        return getattr(torch, dtype)  # type: ignore[no-any-return]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for vLLM's weight-transfer calls."""
         return {"slots": [asdict(slot) for slot in self.slots], "total_bytes": self.total_bytes}
