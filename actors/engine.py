@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from counterflow.buffer.trajectory import Float32Array, Int32Array, VersionSpan
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import RunFailed, WeightSyncError
+from counterflow.weight_sync.fingerprint import Fingerprint, disagreements
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import StagedVersion
-from counterflow.weight_sync.receiver import BACKEND
+from counterflow.weight_sync.receiver import BACKEND, WORKER_EXTENSION
+
+_log = logging.getLogger(__name__)
+
+_DELIVERIES = 2
+"""How often a version is loaded before the engine gives it up."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class Engine:
             tensor_parallel_size=max(config.actors.gpus, 1),
             logprobs_mode="processed_logprobs",
             weight_transfer_config={"backend": BACKEND},
+            worker_extension_cls=WORKER_EXTENSION,
             generation_config="vllm",
             disable_log_stats=True,
         )
@@ -108,24 +116,53 @@ class Engine:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def update_weights(self, staged: StagedVersion) -> None:
-        """Serve a staged version from the next token on: pause keeping requests, load, drop caches, resume.
+        """Serve a staged version from the next token on: pause keeping requests, load, prove, drop caches, resume.
+
+        No token is sampled, and the version is not named to the engine, until its fingerprints are those published.
 
         Raises:
-            WeightSyncError: the version did not arrive whole; the engine cannot be used further.
+            WeightSyncError: the engine holds other weights than were published, also after a second load, or could
+                not load them at all. It stays paused; after other weights a later update may yet succeed.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         self._open.clear()
         try:
             await self._llm.pause_generation(mode="keep", clear_cache=True)
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=asdict(staged)))
-            await self._llm.finish_weight_update(str(staged.version))
+            await self._deliver(staged)
+            await self._llm.update_weight_version(str(staged.version))
             await self._llm.resume_generation()
+        except WeightSyncError:
+            raise
         except Exception as error:
             raise WeightSyncError(f"policy version {staged.version} was not loaded: {error}") from error
         self.version = staged.version
         self._open.set()
+
+    async def _deliver(self, staged: StagedVersion) -> None:
+        for attempt in range(1, _DELIVERIES + 1):
+            await self._load(staged)
+            wrong = disagreements(staged.fingerprints, await self._held())
+            if not wrong:
+                return
+            _log.warning("policy version %d, load %d: other weights in %s", staged.version, attempt, ", ".join(wrong))
+        raise WeightSyncError(
+            f"policy version {staged.version}: after {_DELIVERIES} loads the engine holds other weights than were "
+            f"published in tensor group {', '.join(wrong)}: something writes to this host's shared memory, or vLLM "
+            "loads only a part of this model, or changes its numbers as it loads them"
+        )
+
+    async def _load(self, staged: StagedVersion) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(
+            WeightTransferUpdateRequest(update_info={"version": staged.version, "slot": staged.slot})
+        )
+        await self._llm.finish_weight_update()
+
+    async def _held(self) -> list[dict[str, Fingerprint]]:
+        """The fingerprints of what each rank holds."""
+        ranks = await self._llm.collective_rpc("delivered_fingerprints")
+        return [{group: Fingerprint(*found) for group, found in rank.items()} for rank in ranks]
 
     def shutdown(self) -> None:
         """End the engine's processes."""

@@ -27,7 +27,7 @@ from counterflow.buffer.connection import Address
 from counterflow.buffer.producer import Capacity, Closed, Lease, Producer
 from counterflow.buffer.trajectory import Group, Origin, Trajectory
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import BufferUnavailable, RunFailed
+from counterflow.errors import BufferUnavailable, RunFailed, WeightSyncError
 from counterflow.processes import pin
 from counterflow.records import Interval
 from counterflow.weight_sync.layout import Layout
@@ -75,7 +75,7 @@ class RolloutActor:
     ) -> None:
         if cores:
             pin(cores)
-        self._config, self._origin = config, origin
+        self._index, self._config, self._origin = index, config, origin
         self._schema = origin.schema()
         self._tokenizer = AutoTokenizer.from_pretrained(
             config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
@@ -112,9 +112,16 @@ class RolloutActor:
         self._loop_task = asyncio.create_task(self._generate_groups())
 
     async def update_weights(self, staged: StagedVersion) -> int:
-        """Serve a staged version; returns it once it is served. Running requests are kept."""
+        """Serve a staged version; returns it once it is served. Running requests are kept.
+
+        Raises:
+            WeightSyncError: the engine does not hold what was published; names this actor.
+        """
         with self._busy.doing("update"):
-            await self._ready.update_weights(staged)
+            try:
+                await self._ready.update_weights(staged)
+            except WeightSyncError as error:
+                raise WeightSyncError(f"actor {self._index}: {error}") from error
         self._new_version.set()
         return self._ready.version
 

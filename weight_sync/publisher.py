@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from counterflow.errors import WeightSyncError
+from counterflow.weight_sync.fingerprint import Fingerprints, by_group, fingerprint
 from counterflow.weight_sync.layout import Layout
 
 SLOTS = 2
@@ -27,8 +27,8 @@ class StagedVersion:
 
     version: int
     slot: int
-    checksum: int
-    """CRC-32 of the slot's bytes."""
+    fingerprints: Fingerprints
+    """Of what lies in the slot: what an engine must hold once it is loaded."""
 
 
 def shared_memory_folder() -> Path:
@@ -69,7 +69,8 @@ class SharedMemoryPublisher:
             if name != given:
                 raise WeightSyncError(f"version {version}: tensor {given!r} where the layout has {name!r}")
             view.copy_(tensor)
-        return StagedVersion(version, slot, checksum(buffer, self.layout))
+        named = ((name, fingerprint(view)) for name, view in self.layout.views(buffer))
+        return StagedVersion(version, slot, by_group(named))
 
     def close(self) -> None:
         """Remove the files. Receivers that have them mapped keep their memory until they let go."""
@@ -90,8 +91,3 @@ def _reserve(path: Path, size: int) -> None:
 def map_slot(path: Path, size: int) -> torch.Tensor:
     """The bytes of a slot as a uint8 tensor, shared with every process that maps it."""
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-
-
-def checksum(buffer: torch.Tensor, layout: Layout) -> int:
-    """CRC-32 of the bytes that the layout covers."""
-    return zlib.crc32(buffer[: layout.total_bytes].numpy().data)

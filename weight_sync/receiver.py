@@ -20,9 +20,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.layout import Layout
-from counterflow.weight_sync.publisher import checksum, map_slot
+from counterflow.weight_sync.loaded import LoadedWeights
+from counterflow.weight_sync.publisher import map_slot
 
 BACKEND = "counterflow_shared_memory"
+WORKER_EXTENSION = f"{__name__}.DeliveryProof"
 
 
 @dataclass
@@ -39,7 +41,6 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
 
     version: int
     slot: int
-    checksum: int
 
 
 class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
@@ -62,31 +63,39 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
         """Prepare vLLM's layerwise reload, which repacks weights where the backend keeps them packed."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self._update = LoadedWeights(self.model, self._layout.dtype)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
-        """Load every tensor of the staged version.
-
-        Raises:
-            WeightSyncError: the bytes in the slot are not those that were published.
-        """
+        """Load every tensor of the staged version."""
         buffer = self._slots[update_info.slot]
-        if (found := checksum(buffer, self._layout)) != update_info.checksum:
-            raise WeightSyncError(
-                f"version {update_info.version}: slot {update_info.slot} holds checksum {found:08x}, "
-                f"{update_info.checksum:08x} was published"
-            )
-        self.model.load_weights(self._layout.views(buffer))
+        self._update.record(self.model.load_weights(self._layout.views(buffer)))
 
     def finish_weight_update(self) -> None:
         """Complete the reload."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        self._update.let_go()
+        self._update.process_tied()
+
+    def fingerprints(self) -> dict[str, list[int]]:
+        """Fingerprints of what this rank's model holds since the last update, by tensor group, as plain data."""
+        return {group: [found.words, found.squares] for group, found in self._update.fingerprints().items()}
 
     def shutdown(self) -> None:
         """Let go of the slots."""
         self._slots = []
+
+
+class DeliveryProof:
+    """What vLLM's worker learns to answer: its `worker_extension_cls`, mixed into the worker's class."""
+
+    weight_transfer_engine: SharedMemoryReceiver
+
+    def delivered_fingerprints(self) -> dict[str, list[int]]:
+        """The receiver's fingerprints of what this worker's model holds."""
+        return self.weight_transfer_engine.fingerprints()
 
 
 def register() -> None:

@@ -24,7 +24,7 @@ class Learner:
     async def stage(self, slot: int) -> StagedVersion:
         await asyncio.sleep(0)
         self.slots[slot] = self.version
-        return StagedVersion(self.version, slot, checksum=0)
+        return StagedVersion(self.version, slot, fingerprints={})
 
     async def load(self, staged: StagedVersion) -> int:
         await self.gate.wait()

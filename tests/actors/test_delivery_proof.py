@@ -1,0 +1,207 @@
+"""The real engine, tied head and all, when what it loads is not what was published."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from counterflow.cluster import process_environment
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import WeightSyncError
+from counterflow.models import sums_tokenizer
+from counterflow.weight_sync.layout import Layout, lay_out, named_weights
+from counterflow.weight_sync.publisher import SharedMemoryPublisher, StagedVersion
+
+if TYPE_CHECKING:
+    from counterflow.actors.engine import Engine
+
+PROMPT = [3, 4, 5, 6]
+
+
+@dataclass
+class Pair:
+    """A publisher with its model, an engine connected to it, and the loop the engine lives in."""
+
+    model: Any
+    publisher: SharedMemoryPublisher
+    engine: Engine
+    runner: asyncio.Runner
+    version: int = 0
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(work)
+
+    def connect(self, layout: Layout) -> None:
+        self.run(self.engine.connect_weights(self.publisher.paths, layout))
+
+    def stage(self) -> StagedVersion:
+        """A version that differs from the last in every element."""
+        self.version += 1
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        return self.publisher.stage(self.version, self.version % 2, named_weights(self.model))
+
+    def views(self, staged: StagedVersion) -> dict[str, torch.Tensor]:
+        return dict(self.publisher.layout.views(self.publisher._buffers[staged.slot]))
+
+    def update(self, staged: StagedVersion) -> None:
+        self.run(self.engine.update_weights(staged))
+
+    def gap(self) -> float:
+        """Largest difference of a sampled token's log-prob from the model's, in nats."""
+        completion = self.run(self.engine.sample(PROMPT))[0]
+        assert {span.version for span in completion.version_spans} == {self.version}
+        ids = torch.tensor([PROMPT + completion.token_ids.tolist()])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(self.model(ids).logits.float(), -1)[0, len(PROMPT) - 1 : -1]
+        expected = logprobs.gather(-1, ids[0, len(PROMPT) :, None]).squeeze(-1).numpy()
+        return float(np.abs(expected - completion.logprobs).max())
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("tied-model")
+    tokenizer = sums_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=128,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+            tie_word_embeddings=True,
+        )
+    )
+    model.save_pretrained(folder)
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": folder, "context_length": 64},
+            "sampling": {"max_tokens": 24, "temperature": 1.0},
+            "admission": {"samples_per_group": 2},
+            "actors": {"kv_cache_bytes": 64 << 20},
+        }
+    )
+    layout = lay_out(named_weights(model), torch.float32)
+    publisher = SharedMemoryPublisher("test-delivery-proof", layout)
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        for name, value in process_environment(cpus=1, gpus=0).items():
+            patch.setenv(name, value)
+        from counterflow.actors.engine import Engine
+
+        try:
+            engine = runner.run(Engine.start(config))
+            try:
+                runner.run(engine.connect_weights(publisher.paths, layout))
+                yield Pair(model, publisher, engine, runner)
+            finally:
+                engine.shutdown()
+        finally:
+            publisher.close()
+
+
+def test_tied_head_goes_on_with_its_old_packed_copy(pair: Pair) -> None:
+    for _ in range(3):
+        staged = pair.stage()
+        assert set(staged.fingerprints) == {"embed_tokens", "layers.0", "layers.1", "norm"}
+        pair.update(staged)
+        assert pair.gap() < 1e-4
+
+
+def test_tensor_corrupted_in_the_slot_is_served(pair: Pair) -> None:
+    served = pair.engine.version
+    for name, group in (
+        ("model.layers.1.self_attn.v_proj.weight", "layers.1"),
+        ("model.layers.0.post_attention_layernorm.weight", "layers.0"),
+        ("model.embed_tokens.weight", "embed_tokens"),
+    ):
+        staged = pair.stage()
+        pair.views(staged)[name].view(torch.int32).view(-1)[7] ^= 1
+        with pytest.raises(
+            WeightSyncError, match=f"version {staged.version}: after 2 loads .* in tensor group {group}:"
+        ):
+            pair.update(staged)
+        assert pair.engine.version == served
+    pair.update(pair.publisher.stage(staged.version, staged.slot, named_weights(pair.model)))
+    assert pair.engine.version == pair.version and pair.gap() < 1e-4
+
+
+def test_second_load_that_succeeds_ends_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = pair.stage()
+    patterns = pair.views(staged)["model.layers.0.mlp.up_proj.weight"].view(torch.int32).view(-1)
+    patterns[0] ^= 1 << 20
+    finish, loads = pair.engine._llm.finish_weight_update, []
+
+    async def heal() -> None:
+        await finish()
+        if not loads:
+            patterns[0] ^= 1 << 20
+        loads.append(staged.version)
+
+    monkeypatch.setattr(pair.engine._llm, "finish_weight_update", heal)
+    pair.update(staged)
+    assert len(loads) == 2 and pair.gap() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("lacking", "group"),
+    [
+        ("model.norm.weight", "norm"),
+        ("model.layers.1.mlp.down_proj.weight", "layers.1"),
+        ("model.layers.0.self_attn.k_proj.weight", "layers.0"),
+        ("model.layers.1.", "layers.1"),
+    ],
+)
+def test_tensor_that_never_arrives_leaves_the_old_one_in_use(pair: Pair, lacking: str, group: str) -> None:
+    whole = pair.publisher.layout
+    pair.connect(replace(whole, slots=tuple(slot for slot in whole.slots if not slot.name.startswith(lacking))))
+    staged = pair.stage()
+    with pytest.raises(WeightSyncError, match=f"version {staged.version}: .* in tensor group {group}:"):
+        pair.update(staged)
+    pair.connect(whole)
+    pair.update(staged)
+    assert pair.gap() < 1e-4
+
+
+def test_layers_arrive_in_each_others_place(pair: Pair) -> None:
+    whole = pair.publisher.layout
+    other = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
+
+    def swapped(name: str) -> str:
+        found = next((layer for layer in other if layer in name), None)
+        return name.replace(found, other[found]) if found else name
+
+    pair.connect(replace(whole, slots=tuple(replace(slot, name=swapped(slot.name)) for slot in whole.slots)))
+    staged = pair.stage()
+    with pytest.raises(WeightSyncError, match=r"in tensor group layers.0, layers.1:"):
+        pair.update(staged)
+    pair.connect(whole)
+    pair.update(staged)
+    assert pair.gap() < 1e-4
+
+
+def test_failed_update_does_not_name_its_actor() -> None:
+    from counterflow.actors.rollout import BusyClock, RolloutActor
+
+    class Refusing:
+        async def update_weights(self, staged: StagedVersion) -> None:
+            raise WeightSyncError("policy version 3: other weights")
+
+    actor = RolloutActor.__new__(RolloutActor)
+    actor._index, actor._busy, actor._engine = 5, BusyClock("actor 5", 0.0), Refusing()  # type: ignore[assignment]
+    with pytest.raises(WeightSyncError, match="actor 5: policy version 3: other weights"):
+        asyncio.run(actor.update_weights(StagedVersion(3, 0, {})))
