@@ -13,6 +13,8 @@ CounterflowError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "BufferUnavailable",
     "ConfigError",
@@ -69,7 +71,16 @@ class EntryError(CounterflowError):
 
 
 class WeightSyncError(CounterflowError):
-    """A policy version did not arrive where it had to."""
+    """A policy version did not arrive where it had to.
+
+    Args:
+        message: which version, where, and what to do.
+        receivers: names of the receivers that kept it from arriving, where they are known.
+    """
+
+    def __init__(self, message: str, receivers: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.receivers = tuple(receivers)
 
 
 class RunFailed(CounterflowError):

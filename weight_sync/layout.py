@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -64,5 +64,5 @@ def lay_out(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> 
     for name, tensor in tensors:
         size = tensor.numel() * dtype.itemsize
         slots.append(TensorSlot(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), offset, size))
-        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
     return Layout(tuple(slots), offset)
