@@ -34,7 +34,7 @@ _WIDTH, _TIMEOUT_S = 1024, 120.0
 
 
 def parameters(size_mb: int) -> list[tuple[str, torch.Tensor]]:
-    """Parameters as a transformer has them, matrices of two sizes and vectors: float32, `size_mb` in all, or just less."""
+    """Parameters as a transformer has them, matrices of two sizes and vectors: float32, `size_mb` in all."""
     tensors: list[tuple[str, torch.Tensor]] = []
     left = size_mb * 10**6 // (4 * _WIDTH)
     for rows in cycle((_WIDTH, 4 * _WIDTH, 1)):

@@ -25,7 +25,8 @@ from counterflow.errors import WeightSyncError
 Built = TypeVar("Built")
 Listen = Callable[[float], None]
 
-_FIRST_PAUSE_S, _PAUSE_S = 0.0001, 0.0005
+_PAUSE_S = 0.001
+_SLICE = timedelta(milliseconds=20)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Group:
         listen: Listen,
     ) -> None:
         self._store: Store | None = store
+        self._wakes = invitation.backend == "gloo"
         size = len(invitation.receivers) + 1
         prefixed = PrefixStore(f"generation-{invitation.generation}", store)
         build = {"gloo": _gloo, "nccl": _nccl}[invitation.backend]
@@ -112,17 +114,27 @@ class Group:
         Raises:
             Broken: it failed, or took longer than `timeout_s`.
         """
-        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
-        while not work.is_completed():
+        deadline = time.monotonic() + timeout_s
+        while not self._is_done(work):
             if time.monotonic() > deadline:
                 raise Broken(f"nothing moved for {timeout_s:g} s")
             listen(0)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_S)
         try:
             work.wait()
         except RuntimeError as error:
+            # Who ended the group has said why before it closed a connection.
+            listen(0)
             raise Broken(_gist(error)) from error
+
+    def _is_done(self, work: dist.Work) -> bool:
+        if not work.is_completed():
+            if self._wakes:
+                with suppress(RuntimeError):
+                    work.wait(_SLICE)
+            else:
+                # NCCL would abort the group at the end of a short wait.
+                time.sleep(_PAUSE_S)
+        return work.is_completed()
 
     def close(self) -> None:
         """Let go of the group. What is on its way is abandoned, with its buffers."""
