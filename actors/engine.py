@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from vllm import SamplingParams
@@ -24,16 +22,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from counterflow.buffer.trajectory import Float32Array, Int32Array, VersionSpan
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import RunFailed, WeightSyncError
+from counterflow.errors import ProcessDied, RunFailed, WeightSyncError
 from counterflow.weight_sync.fingerprint import Fingerprint, disagreements
 from counterflow.weight_sync.layout import Layout
-from counterflow.weight_sync.publisher import StagedVersion
+from counterflow.weight_sync.publisher import Shipment
 from counterflow.weight_sync.receiver import BACKEND, WORKER_EXTENSION
-
-_log = logging.getLogger(__name__)
-
-_DELIVERIES = 2
-"""How often a version is loaded before the engine gives it up."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +43,8 @@ class Completion:
 class Engine:
     """An AsyncLLM that serves one policy version at a time.
 
-    Requests that arrive while weights are updated wait for the new version; running ones are kept and their cache is
-    recomputed, so that no key-value cache outlives the weights that made it.
+    Requests that arrive while weights are updated wait for the new version. Running ones are kept, drained or asked
+    again (`weight_sync.in_flight`); no new one meets key-value cache of older weights.
     """
 
     def __init__(self, llm: AsyncLLM, config: RunConfig) -> None:
@@ -60,6 +53,11 @@ class Engine:
         self._open = asyncio.Event()
         self._open.set()
         self.version = 0
+        self.restarted = 0
+        """Requests that were aborted for an update and asked again."""
+        self._in_flight = config.weight_sync.in_flight
+        # Where requests are not kept, no cache is of use.
+        self._recompute = config.weight_sync.recompute or self._in_flight != "keep"
         sampling = config.sampling
         self._sampled = SamplingParams(
             n=config.admission.samples_per_group,
@@ -108,55 +106,50 @@ class Engine:
         """The most likely response to a prompt, token by token."""
         return (await self._generate(prompt_token_ids, self._greedy))[0]
 
-    async def connect_weights(self, paths: Sequence[Path], layout: Layout) -> None:
-        """Tell the engine where versions will be staged."""
+    async def connect_weights(self, actor: str, layout: Layout) -> None:
+        """Tell the engine whose it is, and what versions consist of."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        info = {"paths": [str(path) for path in paths], "layout": layout.to_dict()}
+        info = {"actor": actor, "layout": layout.to_dict()}
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
-    async def update_weights(self, staged: StagedVersion) -> None:
-        """Serve a staged version from the next token on: pause keeping requests, load, prove, drop caches, resume.
+    async def update_weights(self, shipment: Shipment) -> None:
+        """Serve a version from the next token on: pause, load, prove, resume. Requests that arrive meanwhile wait.
 
         No token is sampled, and the version is not named to the engine, until its fingerprints are those published.
 
         Raises:
-            WeightSyncError: the engine holds other weights than were published, also after a second load, or could
-                not load them at all. It stays paused; after other weights a later update may yet succeed.
+            WeightSyncError: the engine could not load the version, or holds other weights than were published. It stays
+                paused; a later update may yet succeed.
         """
         self._open.clear()
         try:
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
-            await self._deliver(staged)
-            await self._llm.update_weight_version(str(staged.version))
+            await self._llm.pause_generation(mode=self._in_flight, clear_cache=self._recompute)
+            await self._load(shipment)
+            wrong = disagreements(shipment.fingerprints, await self._held())
+            if wrong:
+                raise WeightSyncError(
+                    f"policy version {shipment.version}: the engine holds other weights than were published in tensor "
+                    f"group {', '.join(wrong)}: something writes to this host's memory, or vLLM loads only a part of "
+                    "this model, or changes its numbers as it loads them"
+                )
+            await self._llm.update_weight_version(str(shipment.version))
+            self.version = shipment.version
             await self._llm.resume_generation()
         except WeightSyncError:
             raise
+        except EngineDeadError as error:
+            raise ProcessDied(f"the engine's process died: {error}") from error
         except Exception as error:
-            raise WeightSyncError(f"policy version {staged.version} was not loaded: {error}") from error
-        self.version = staged.version
+            raise WeightSyncError(f"policy version {shipment.version} was not loaded: {error}") from error
         self._open.set()
 
-    async def _deliver(self, staged: StagedVersion) -> None:
-        for attempt in range(1, _DELIVERIES + 1):
-            await self._load(staged)
-            wrong = disagreements(staged.fingerprints, await self._held())
-            if not wrong:
-                return
-            _log.warning("policy version %d, load %d: other weights in %s", staged.version, attempt, ", ".join(wrong))
-        raise WeightSyncError(
-            f"policy version {staged.version}: after {_DELIVERIES} loads the engine holds other weights than were "
-            f"published in tensor group {', '.join(wrong)}: something writes to this host's shared memory, or vLLM "
-            "loads only a part of this model, or changes its numbers as it loads them"
-        )
-
-    async def _load(self, staged: StagedVersion) -> None:
+    async def _load(self, shipment: Shipment) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        info = {"version": shipment.version, "slot": shipment.slot, "way": shipment.way}
         await self._llm.start_weight_update()
-        await self._llm.update_weights(
-            WeightTransferUpdateRequest(update_info={"version": staged.version, "slot": staged.slot})
-        )
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update()
 
     async def _held(self) -> list[dict[str, Fingerprint]]:
@@ -169,18 +162,26 @@ class Engine:
         self._llm.shutdown(timeout=1.0)
 
     async def _generate(self, prompt_token_ids: Sequence[int], parameters: SamplingParams) -> list[Completion]:
-        await self._open.wait()
+        while True:
+            await self._open.wait()
+            outputs = await self._answer(prompt_token_ids, parameters)
+            # Aborted for an update: asked again of the version that comes.
+            if not any(output.finish_reason == "abort" for output in outputs):
+                return [_completion(output) for output in outputs]
+            self.restarted += 1
+
+    async def _answer(self, prompt_token_ids: Sequence[int], parameters: SamplingParams) -> list[CompletionOutput]:
+        # The salt keeps a new request from the cache that an older version left, whoever still uses that.
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=str(self.version))
         final = None
         try:
-            async for output in self._llm.generate(
-                tokens_input(list(prompt_token_ids)), parameters, f"r{next(self._request_ids)}"
-            ):
+            async for output in self._llm.generate(prompt, parameters, f"r{next(self._request_ids)}"):
                 final = output
         except EngineDeadError as error:
-            raise RunFailed(f"the engine's process died: {error}") from error
+            raise ProcessDied(f"the engine's process died: {error}") from error
         if final is None or not final.finished:
             raise RunFailed("the engine ended a request without an answer")
-        return [_completion(output) for output in sorted(final.outputs, key=lambda output: output.index)]
+        return sorted(final.outputs, key=lambda output: output.index)
 
 
 def _completion(output: CompletionOutput) -> Completion:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +30,7 @@ from counterflow.errors import BufferUnavailable, RunFailed, WeightSyncError
 from counterflow.processes import pin
 from counterflow.records import Interval
 from counterflow.weight_sync.layout import Layout
-from counterflow.weight_sync.publisher import StagedVersion
+from counterflow.weight_sync.publisher import Shipment
 
 if TYPE_CHECKING:
     from counterflow.actors.engine import Completion, Engine
@@ -75,7 +74,7 @@ class RolloutActor:
     ) -> None:
         if cores:
             pin(cores)
-        self._index, self._config, self._origin = index, config, origin
+        self._name, self._config, self._origin = f"actor {index}", config, origin
         self._schema = origin.schema()
         self._tokenizer = AutoTokenizer.from_pretrained(
             config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
@@ -95,33 +94,34 @@ class RolloutActor:
         self._engine: Engine | None = None
         self._loop_task: asyncio.Task[None] | None = None
         self._new_version = asyncio.Event()
-        self._busy = BusyClock(f"actor {index}", started_at)
+        self._busy = BusyClock(self._name, started_at)
         self._last_error: str | None = None
         self._closed: Closed | None = None
 
-    async def start(self, paths: Sequence[Path], layout: Layout) -> None:
-        """Start the engine and connect it to the staged weights."""
+    async def start(self, layout: Layout) -> None:
+        """Start the engine, at version 0, and tell it what later versions consist of."""
         # Here, not above: the supervisor names this class without loading vLLM.
         from counterflow.actors.engine import Engine
 
         self._engine = await Engine.start(self._config)
-        await self._engine.connect_weights(paths, layout)
+        await self._engine.connect_weights(self._name, layout)
 
     async def begin(self) -> None:
         """Begin to generate groups, until `stop`."""
         self._loop_task = asyncio.create_task(self._generate_groups())
 
-    async def update_weights(self, staged: StagedVersion) -> int:
-        """Serve a staged version; returns it once it is served. Running requests are kept.
+    async def update_weights(self, shipment: Shipment) -> int:
+        """Serve a version; returns it once it is served.
 
         Raises:
             WeightSyncError: the engine does not hold what was published; names this actor.
+            ProcessDied: the engine died.
         """
         with self._busy.doing("update"):
             try:
-                await self._ready.update_weights(staged)
+                await self._ready.update_weights(shipment)
             except WeightSyncError as error:
-                raise WeightSyncError(f"actor {self._index}: {error}") from error
+                raise WeightSyncError(f"{self._name}: {error}", error.receivers) from error
         self._new_version.set()
         return self._ready.version
 

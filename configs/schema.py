@@ -141,6 +141,9 @@ class ActorsSection(Section):
     cpus: int = Field(1, ge=1, description="CPU cores of one actor.")
     gpus: int = Field(0, ge=0, description="GPUs of one actor; more than one means tensor parallelism.")
     groups_in_flight: int = Field(64, ge=1, description="Most groups that one actor generates at once.")
+    max_restarts: int = Field(
+        3, ge=0, description="How often, in a run, an actor that died or got no weights is replaced by a new one."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision of the engine.")
     kv_cache_bytes: int | None = Field(
         256 << 20,
@@ -321,11 +324,36 @@ class LearnerSection(Section):
 class WeightSyncSection(Section):
     """The way of the weights back to the actors."""
 
-    transport: Literal["shared_memory"] = Field(
-        "shared_memory", description="How weights travel: `shared_memory` on one host."
+    transport: Literal["auto", "shared_memory", "gloo", "nccl", "disk"] = Field(
+        "auto",
+        description="How weights travel: `shared_memory` on one host, broadcast by `gloo` or, between GPUs, `nccl`, "
+        "or files on a `disk` that all hosts see. `auto`: nccl where learner and actors have GPUs, else shared memory "
+        "where all are on one host, else gloo.",
+    )
+    in_flight: Literal["keep", "wait", "abort"] = Field(
+        "keep",
+        description="What an update does to responses that are being sampled: `keep` goes on with them under the new "
+        "weights, `wait` lets them end first, `abort` samples them again from the start.",
+    )
+    recompute: bool = Field(
+        True,
+        description="Whether kept responses recompute their key-value cache under the new weights; else they attend to "
+        "what older weights made. New responses never do.",
     )
     timeout_s: PositiveSeconds = Field(
         120.0, description="Longest wait, in seconds, for one version to arrive at every actor."
+    )
+    bucket_bytes: int = Field(
+        64 << 20, ge=1 << 10, description="The most that a broadcast sends at once; two such buckets are held."
+    )
+    host: str | None = Field(
+        None,
+        description="Address at which actors on other hosts reach the learner. Absent: loopback on one host, else the "
+        "learner's address on Ray.",
+    )
+    folder: Path | None = Field(
+        None,
+        description="Where `disk` writes versions: a folder that all hosts see. Absent: `weights` in the run folder.",
     )
 
 

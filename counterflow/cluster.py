@@ -12,7 +12,14 @@ from typing import Any
 
 from counterflow import processes
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import CounterflowError, DeadlineExceeded, PlacementError, RunFailed, UnavailableError
+from counterflow.errors import (
+    CounterflowError,
+    DeadlineExceeded,
+    PlacementError,
+    ProcessDied,
+    RunFailed,
+    UnavailableError,
+)
 
 _OBJECT_STORE_BYTES = 128 << 20
 
@@ -89,17 +96,31 @@ class Cluster:
     def __init__(self, group: Any, cores: list[list[int]] | None) -> None:
         self._group, self._cores = group, cores
 
+    def hosts(self) -> list[str]:
+        """The address of each bundle's node."""
+        import ray
+
+        nodes: dict[int, str] = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+        return [addresses[nodes[index]] for index in sorted(nodes)]
+
     def cores(self, index: int) -> list[int] | None:
         """The cores of the bundle's process; None leaves the choice to the system."""
         return self._cores[index] if self._cores else None
 
-    def spawn(self, cls: type, bundle: Bundle, index: int, *args: Any) -> Any:
-        """Make a Ray actor of `cls(*args)` in the place reserved for bundle `index`."""
+    def spawn(self, cls: type, bundle: Bundle, index: int, *args: Any, beside: str | None = None) -> Any:
+        """Make a Ray actor of `cls(*args)` in the place reserved for bundle `index`.
+
+        Args:
+            beside: a group of calls, named so by `.options(concurrency_group=...)`, that run one after the other in a
+                thread of their own, beside the rest.
+        """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        options = ray.remote(cls).options(
+        remote = ray.remote(concurrency_groups={beside: 1})(cls) if beside else ray.remote(cls)
+        options = remote.options(
             num_cpus=bundle.cpus,
             num_gpus=bundle.gpus,
             scheduling_strategy=strategy,
@@ -154,7 +175,8 @@ async def call(answer: Awaitable[Any], reason: str, timeout_s: float) -> Any:
 
     Raises:
         DeadlineExceeded: no answer in time.
-        RunFailed: the process died, or raised an error that is not ours.
+        ProcessDied: the process died.
+        RunFailed: it raised an error that is not ours.
     """
     import ray
 
@@ -167,7 +189,7 @@ async def call(answer: Awaitable[Any], reason: str, timeout_s: float) -> Any:
             raise cause from error
         raise RunFailed(f"while waiting for {reason}: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.RayError as error:
-        raise RunFailed(f"while waiting for {reason}: its process died ({_last_line(error)})") from error
+        raise ProcessDied(f"while waiting for {reason}: its process died ({_last_line(error)})") from error
     except TimeoutError as error:
         raise DeadlineExceeded("the supervisor", reason, timeout_s) from error
 

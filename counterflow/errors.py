@@ -9,6 +9,7 @@ CounterflowError
 ├── EntryError           a stream entry is not a group this run can train (it goes to quarantine)
 ├── WeightSyncError      a policy version did not arrive where it had to
 └── RunFailed            a part of the run died; says which and why (exit code 1)
+    └── ProcessDied          one of its processes ended, or an engine below it
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "DeadlineExceeded",
     "EntryError",
     "PlacementError",
+    "ProcessDied",
     "RunFailed",
     "UnavailableError",
     "WeightSyncError",
@@ -85,6 +87,10 @@ class WeightSyncError(CounterflowError):
 
 class RunFailed(CounterflowError):
     """A part of the run died."""
+
+
+class ProcessDied(RunFailed):
+    """A process of the run ended, or one below it, that another may replace."""
 
 
 def first_line(error: BaseException) -> str:

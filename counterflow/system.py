@@ -11,9 +11,10 @@ import itertools
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from counterflow import preflight
-from counterflow.actors.rollout import ActorState, RolloutActor
+from counterflow.actors.rollout import RolloutActor
 from counterflow.actors.tasks import TaskSet
 from counterflow.buffer.connection import Address, discover
 from counterflow.buffer.server import EmbeddedServer
@@ -24,16 +25,18 @@ from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
 from counterflow.drops import DropWatch
 from counterflow.errors import BufferUnavailable
+from counterflow.fleet import Fleet
 from counterflow.learner.learner import Learner, StepResult
 from counterflow.learner.objective_choice import check_objective
 from counterflow.metrics import Metrics
 from counterflow.place import Place, write_place
+from counterflow.port import WEIGHTS, LearnerPort
 from counterflow.processes import descendants, shared_memory, terminate_like_interrupt
 from counterflow.recorder import wilson
-from counterflow.records import EvaluationRecord, Interval, Ledger
+from counterflow.records import EvaluationRecord, Ledger
 from counterflow.telemetry import Telemetry
-from counterflow.weight_sync.delivery import Delivery, Load
-from counterflow.weight_sync.publisher import StagedVersion, slot_paths
+from counterflow.weight_sync.delivery import Delivery
+from counterflow.weight_sync.transports import BROADCASTS, settle
 
 _WATCH_S = 1.0
 _FLUSH_TICKS = 10
@@ -89,7 +92,8 @@ class Run:
         self.config, self.origin, self.task, self.folder = config, origin, task, folder
         self.telemetry = telemetry
         self.server: EmbeddedServer | None = None
-        self.delivery: Delivery | None = None
+        self.delivery: Delivery
+        self.fleet: Fleet
         self._evaluating: asyncio.Task[None] | None = None
         self._drops = DropWatch(config.admission.groups_per_step, config.run.step_timeout_s)
 
@@ -103,8 +107,6 @@ class Run:
         self.telemetry.note(f"run {self.config.run.name} in {self.folder}")
         self.telemetry.event("run_started", run_id=self.origin.run_id)
         with ExitStack() as stack:
-            for path in slot_paths(self.origin.run_id):
-                stack.callback(path.unlink, missing_ok=True)
             address = self._buffer(stack)
             write_place(self.folder, Place(address.url, self.origin.run_id))
             self._spawn(cluster, address)
@@ -123,51 +125,48 @@ class Run:
         return replace(self.server.address, outage_s=buffer.outage_timeout_s)
 
     def _spawn(self, cluster: Cluster, address: Address) -> None:
-        places = bundles(self.config)
-        common = (self.config, address, self.origin, self.telemetry.started_at)
-        self.learner = cluster.spawn(Learner, places[0], 0, self.folder.resolve(), *common, cluster.cores(0))
-        self.actors = [
-            cluster.spawn(RolloutActor, place, i + 1, i, self.task, *common, cluster.cores(i + 1))
-            for i, place in enumerate(places[1:])
-        ]
+        """Make the learner; the actors are made by the fleet, with a configuration that says how weights travel."""
+        hosts = cluster.hosts()
+        config = settle(self.config, one_host=len(set(hosts)) == 1, learner_host=hosts[0])
+        places = bundles(config)
+        common = (config, address, self.origin, self.telemetry.started_at)
+        learner = (0, self.folder.resolve(), *common, cluster.cores(0))
+        self.learner = cluster.spawn(Learner, places[0], *learner, beside=WEIGHTS)
+
+        def actor(i: int) -> Any:
+            place = i + 1
+            return cluster.spawn(RolloutActor, places[place], place, i, self.task, *common, cluster.cores(place))
+
+        self.fleet = Fleet(config, actor, self.telemetry)
+        port = LearnerPort(self.learner, self.telemetry, config.weight_sync.timeout_s)
+        self.delivery = Delivery(port, config.weight_sync.transport in BROADCASTS, self.fleet.given_up)
 
     async def _live(self, address: Address) -> None:
         """Start, then train under watch until the last step is taken."""
-        self.delivery = await self._start()
+        await self._start()
         async with asyncio.TaskGroup() as tasks:
             watches = [
-                tasks.create_task(self._watch(address, self.delivery)),
+                tasks.create_task(self._watch(address)),
                 tasks.create_task(self._keep_server_alive()),
             ]
-            await self._train(self.delivery, tasks)
+            await self._train(tasks)
             await asyncio.to_thread(finish, address, self.origin.run_id)
             for watch in watches:
                 watch.cancel()
-        await self._observe_actors()
+        self.telemetry.actors(await self.fleet.states())
 
-    async def _start(self) -> Delivery:
-        self.telemetry.note(f"starting the learner and {len(self.actors)} actor(s): vLLM takes a while")
-        timeout_s = self.config.run.start_timeout_s
-        paths, layout = await call(self.learner.weight_slots.remote(), "the learner to load its model", timeout_s)
-        await asyncio.gather(
-            *(
-                call(actor.start.remote(paths, layout), f"actor {i} to start its engine", timeout_s)
-                for i, actor in enumerate(self.actors)
-            )
+    async def _start(self) -> None:
+        self.telemetry.note(f"starting the learner and {self.config.actors.count} actor(s): vLLM takes a while")
+        layout = await call(
+            self.learner.layout.remote(), "the learner to load its model", self.config.run.start_timeout_s
         )
-        # Everyone has them mapped: without a name they cannot outlive the run, however it ends.
-        for path in paths:
-            path.unlink(missing_ok=True)
-        return Delivery(
-            self._stage, [self._load_on(i) for i in range(len(self.actors))], self.config.weight_sync.timeout_s
-        )
+        await self.fleet.start(layout, self.delivery)
 
-    async def _train(self, delivery: Delivery, tasks: asyncio.TaskGroup) -> None:
+    async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """The run itself: evaluate, then step, publish and now and then evaluate, then evaluate again."""
-        run, every = self.config.run, self.config.evaluation.every
-        await self._evaluate(0, delivery)
-        for i, actor in enumerate(self.actors):
-            await call(actor.begin.remote(), f"actor {i} to begin", _ANSWER_TIMEOUT_S)
+        run, every, delivery = self.config.run, self.config.evaluation.every, self.delivery
+        await self._evaluate(0)
+        await self.fleet.begin()
         for step in range(1, run.steps + 1):
             result: StepResult = await call(
                 self.learner.step.remote(), f"step {step} of the learner", run.step_timeout_s + _ANSWER_TIMEOUT_S
@@ -177,34 +176,31 @@ class Run:
             self.telemetry.intervals(result.intervals)
             self.telemetry.remarks(result.notes)
             if every and step % every == 0 and step < run.steps:
-                await self._evaluate_beside(step, delivery, tasks)
+                await self._evaluate_beside(step, tasks)
         if self._evaluating is not None:
             await self._evaluating
         await delivery.arrived()
-        await self._evaluate(run.steps, delivery)
+        await self._evaluate(run.steps)
         await call(self.learner.save.remote(self.folder / "model"), "the learner to save", run.step_timeout_s)
 
-    async def _evaluate_beside(self, step: int, delivery: Delivery, tasks: asyncio.TaskGroup) -> None:
+    async def _evaluate_beside(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Evaluate while training goes on; an evaluation that is still running is waited for first."""
         if self._evaluating is not None:
             await self._evaluating
-        self._evaluating = tasks.create_task(self._evaluate(step, delivery))
+        self._evaluating = tasks.create_task(self._evaluate(step))
 
-    async def _evaluate(self, step: int, delivery: Delivery) -> None:
+    async def _evaluate(self, step: int) -> None:
         """Greedy accuracy on the held-out set at one policy version: no other version arrives meanwhile."""
-        async with delivery.hold:
-            began, version = self.telemetry.now(), delivery.served
-            scores = await asyncio.gather(
-                *(
-                    call(
-                        actor.evaluate.remote(i, len(self.actors)),
-                        f"the evaluation of version {version} on actor {i}",
-                        self.config.run.step_timeout_s,
-                    )
-                    for i, actor in enumerate(self.actors)
-                )
-            )
-        flat = [score for part in scores for score in part]
+        parts: list[list[float | None]] = []
+        while not parts:
+            async with self.delivery.hold:
+                began, version = self.telemetry.now(), self.delivery.served
+                parts = await self._held_out(version)
+            if not parts:
+                # An actor died of it, or is being replaced, for which the lock must be free.
+                await asyncio.sleep(_WATCH_S)
+                await self.fleet.check()
+        flat = [score for part in parts for score in part]
         successes = sum(score is not None and score >= self.config.evaluation.success for score in flat)
         low, high = wilson(successes, len(flat))
         record = EvaluationRecord(
@@ -219,31 +215,23 @@ class Run:
         )
         self.telemetry.evaluation(record, failed=sum(score is None for score in flat))
 
-    async def _stage(self, slot: int) -> StagedVersion:
-        began = self.telemetry.now()
-        staged: StagedVersion = await call(
-            self.learner.stage.remote(slot), "the learner to stage its weights", _ANSWER_TIMEOUT_S
+    async def _held_out(self, version: int) -> list[list[float | None]]:
+        """Each serving actor's part of the scores; nothing when one of them died."""
+        serving = self.fleet.serving
+        answers = await self.fleet.ask(
+            lambda i, actor: actor.evaluate.remote(serving.index(i), len(serving)),
+            f"to evaluate version {version}",
+            self.config.run.step_timeout_s,
         )
-        self.telemetry.intervals([Interval("learner", "stage", began, self.telemetry.now())])
-        return staged
+        return [part for _, part in answers] if len(answers) == len(serving) else []
 
-    def _load_on(self, index: int) -> Load:
-        async def load(staged: StagedVersion) -> int:
-            reason = f"policy version {staged.version} to arrive at actor {index}"
-            version: int = await call(
-                self.actors[index].update_weights.remote(staged), reason, self.config.weight_sync.timeout_s
-            )
-            self.telemetry.event("version_served", policy_version=version, actor=index)
-            return version
-
-        return load
-
-    async def _watch(self, address: Address, delivery: Delivery) -> None:
+    async def _watch(self, address: Address) -> None:
         """See again and again that all goes well; what does not ends the run, with its reason."""
         for tick in itertools.count(1):
             await asyncio.sleep(_WATCH_S)
-            delivery.raise_failure()
-            await self._observe_actors()
+            self.delivery.raise_failure()
+            await self.fleet.check()
+            self.telemetry.actors(await self.fleet.states())
             ledger = await self._ledger(address)
             self.telemetry.ledger(ledger)
             if warning := self._drops.look(self.telemetry.steps, ledger, self.telemetry.last_error):
@@ -268,24 +256,15 @@ class Run:
             if await asyncio.to_thread(self.server.revive):
                 self.telemetry.note("the buffer's server had died and was started again on its data")
 
-    async def _observe_actors(self) -> None:
-        states: list[ActorState] = await asyncio.gather(
-            *(
-                call(actor.state.remote(), f"actor {i} to say how it is", _ANSWER_TIMEOUT_S)
-                for i, actor in enumerate(self.actors)
-            )
-        )
-        self.telemetry.actors(states)
-
     async def _farewell(self, address: Address) -> None:
         """Give every process a second to end by itself, and read the ledger a last time. Ray sees to the rest."""
         import ray
 
         # vLLM's processes are often killed before they can unlink their own.
         segments = shared_memory(descendants())
-        if self.delivery is not None:
-            await self.delivery.close()
-        goodbyes = [self.learner.close.remote(), *(actor.stop.remote() for actor in self.actors)]
+        await self.delivery.close()
+        await self.fleet.close()
+        goodbyes = [self.learner.close.remote(), *self.fleet.goodbyes()]
         with suppress(Exception):
             await asyncio.to_thread(ray.wait, goodbyes, num_returns=len(goodbyes), timeout=_FAREWELL_S)
         with suppress(Exception):

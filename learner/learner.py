@@ -34,7 +34,8 @@ from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
 from counterflow.weight_sync.lag import token_lags
 from counterflow.weight_sync.layout import Layout, lay_out, named_weights
-from counterflow.weight_sync.publisher import SharedMemoryPublisher, StagedVersion
+from counterflow.weight_sync.publisher import Shipment, StagedVersion
+from counterflow.weight_sync.transports import open_publisher
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,23 @@ class Learner:
         self._notes: list[str] = []
         self._consumer = Consumer(address, origin, archive, _reading(config), self._notes.append)
         dtype = getattr(torch, config.actors.dtype)
-        self._publisher = SharedMemoryPublisher(origin.run_id, lay_out(named_weights(model), dtype))
+        self._publisher = open_publisher(config, lay_out(named_weights(model), dtype), folder)
 
-    def weight_slots(self) -> tuple[list[Path], Layout]:
-        """Where versions are staged, for actors on this host."""
-        return self._publisher.paths, self._publisher.layout
+    def layout(self) -> Layout:
+        """What a version consists of, for actors."""
+        return self._publisher.layout
 
     def stage(self, slot: int) -> StagedVersion:
-        """Copy the current weights into `slot`, from where actors load them."""
+        """Copy the current weights into `slot`, out of the way of the next step."""
         return self._publisher.stage(self._consumer.version, slot, named_weights(self._policy.model))
+
+    def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
+        """Make a staged version ready for these actors. May run beside a step, as `send` may."""
+        return self._publisher.prepare(staged, actors)
+
+    def send(self, staged: StagedVersion) -> None:
+        """Bring a prepared version to its actors, while they load it."""
+        self._publisher.send(staged)
 
     def step(self) -> StepResult:
         """Wait for a batch, take one optimizer step on it, commit both together.

@@ -14,12 +14,22 @@ import torch
 import torch.distributed as dist
 
 from counterflow.errors import WeightSyncError
-from counterflow.weight_sync.buckets import Bucket, Header, checksum, fingerprint, largest_bytes, plan, unpacked
+from counterflow.weight_sync.buckets import (
+    Bucket,
+    Header,
+    NamedTensor,
+    checksum,
+    fingerprint,
+    largest_bytes,
+    plan,
+    unpacked,
+)
 from counterflow.weight_sync.group import Broken, Group, Invitation, reach_store
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.lines import Line, Report, State
 
-Load = Callable[[str, torch.Tensor], None]
+Load = Callable[[Iterator[NamedTensor]], None]
+"""Takes all tensors of a version."""
 
 
 class Receiver:
@@ -81,12 +91,12 @@ class Receiver:
             raise
 
     def receive(self, version: int, load: Load) -> None:
-        """Load a version, tensor by tensor.
+        """Load a version.
 
         Args:
             version: the one that is expected.
-            load: is called with each name and tensor, in the layout's order and dtypes. The tensor may be a view of a
-                bucket and overwritten once the call has returned: copy what is to stay.
+            load: takes every name and tensor, in the layout's order and dtypes. A tensor may be a view of a bucket and
+                overwritten once the next is asked for: copy what is to stay.
 
         Raises:
             WeightSyncError: it did not arrive whole, or `load` failed. What was loaded is of no version (`holds` is
@@ -97,8 +107,10 @@ class Receiver:
         try:
             self._check_order(version)
             self.holds = None
-            for name, tensor in unpacked(self._received(version, self._group, self._line)):
-                load(name, tensor)
+            tensors = unpacked(self._received(version, self._group, self._line))
+            load(tensors)
+            if (left := next(tensors, None)) is not None:
+                raise WeightSyncError(f"the loading ended before tensor {left[0]!r}")
         except Broken as error:
             reason = f"{self.name} lost version {version}: {error}"
             self._give_up(State.GAVE_UP, str(error))

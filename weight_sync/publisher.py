@@ -1,24 +1,20 @@
-"""The learner's end of weight sync over shared memory: copies a version out of the optimizer's way, for actors to map.
+"""The learner's end of weight sync: copies a version out of the optimizer's way, then brings it to its receivers.
 
-Two slots: one may be on its way to the actors while the next version is staged in the other. The files are made in
-memory (/dev/shm) and belong to the publisher, which removes them.
+`stage` is all that the learner waits for; `prepare` and `send` run beside its next step. Weights flow from the model
+into a slot, and from there over one transport.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.fingerprint import Fingerprints, by_group, fingerprint
 from counterflow.weight_sync.layout import Layout
-
-SLOTS = 2
+from counterflow.weight_sync.slots import Slots
 
 
 @dataclass(frozen=True)
@@ -27,67 +23,87 @@ class StagedVersion:
 
     version: int
     slot: int
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """A staged version ready to travel: all that a receiver must know to load it and to prove that it did."""
+
+    version: int
+    slot: int
+    way: dict[str, Any]
+    """How to get at the weights: plain data, `transport` among it."""
     fingerprints: Fingerprints
     """Of what lies in the slot: what an engine must hold once it is loaded."""
 
 
-def shared_memory_folder() -> Path:
-    """Where files live in memory on this machine; the temporary folder where there is no such place."""
-    memory = Path("/dev/shm")
-    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+class Transport(Protocol):
+    """The learner's end of one way to bring weights to engines."""
 
+    def prepare(self, staged: StagedVersion, receivers: Sequence[str]) -> dict[str, Any]:
+        """Make ready for these receivers; returns the `way`, which they are told before `send`."""
 
-def slot_paths(run_id: str) -> list[Path]:
-    """The files that hold a run's slots."""
-    return [shared_memory_folder() / f"counterflow-{run_id}-{slot}" for slot in range(SLOTS)]
-
-
-class SharedMemoryPublisher:
-    """Stages versions of one model in the run's slots.
-
-    Raises:
-        WeightSyncError: there is no room for the slots.
-    """
-
-    def __init__(self, run_id: str, layout: Layout) -> None:
-        self.layout = layout
-        self.paths = slot_paths(run_id)
-        try:
-            for path in self.paths:
-                _reserve(path, layout.total_bytes)
-            self._buffers = [map_slot(path, layout.total_bytes) for path in self.paths]
-        except (OSError, RuntimeError) as error:
-            self.close()
-            raise WeightSyncError(
-                f"no room for {SLOTS} x {layout.total_bytes:,} bytes in {shared_memory_folder()}: {error}"
-            ) from error
-
-    def stage(self, version: int, slot: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedVersion:
-        """Copy the tensors, in the order of the layout, into `slot`, converting to the layout's dtype."""
-        buffer = self._buffers[slot]
-        for (name, view), (given, tensor) in zip(self.layout.views(buffer), tensors, strict=True):
-            if name != given:
-                raise WeightSyncError(f"version {version}: tensor {given!r} where the layout has {name!r}")
-            view.copy_(tensor)
-        named = ((name, fingerprint(view)) for name, view in self.layout.views(buffer))
-        return StagedVersion(version, slot, by_group(named))
+    def send(self, staged: StagedVersion) -> None:
+        """Bring the version to every receiver of the last `prepare`; returns when nothing is left to do here."""
 
     def close(self) -> None:
-        """Remove the files. Receivers that have them mapped keep their memory until they let go."""
-        for path in self.paths:
-            path.unlink(missing_ok=True)
+        """Let go of everything."""
 
 
-def _reserve(path: Path, size: int) -> None:
-    """Make a file of `size` bytes that are really there: writing past a full memory disk would kill the process."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)
-    finally:
-        os.close(descriptor)
+class Publisher:
+    """Stages versions of one model and ships them.
+
+    Args:
+        ranks: receivers of each actor: as many as its engine has ranks.
+    """
+
+    def __init__(self, slots: Slots, transport: Transport, ranks: int = 1) -> None:
+        self._slots, self._transport, self._ranks = slots, transport, ranks
+
+    @property
+    def layout(self) -> Layout:
+        """How a version lies in a slot."""
+        return self._slots.layout
+
+    def stage(self, version: int, slot: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedVersion:
+        """Copy the tensors, in the order of the layout, into `slot`.
+
+        Raises:
+            WeightSyncError: they are not those of the layout.
+        """
+        self._slots.fill(slot, tensors)
+        return StagedVersion(version, slot)
+
+    def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
+        """Take the fingerprints of a staged version and make the transport ready for these actors.
+
+        Raises:
+            WeightSyncError: the transport cannot.
+        """
+        tensors = self._slots.tensors(staged.slot)
+        fingerprints = by_group((name, fingerprint(tensor)) for name, tensor in tensors)
+        receivers = [receiver for actor in actors for receiver in receivers_of(actor, self._ranks)]
+        return Shipment(staged.version, staged.slot, self._transport.prepare(staged, receivers), fingerprints)
+
+    def send(self, staged: StagedVersion) -> None:
+        """Bring a prepared version to its receivers, while they load it.
+
+        Raises:
+            WeightSyncError: it did not reach all of them; names those at fault where they are known.
+        """
+        self._transport.send(staged)
+
+    def close(self) -> None:
+        """Let go of the transport and the slots."""
+        self._transport.close()
+        self._slots.close()
 
 
-def map_slot(path: Path, size: int) -> torch.Tensor:
-    """The bytes of a slot as a uint8 tensor, shared with every process that maps it."""
-    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+def receivers_of(actor: str, ranks: int) -> Iterator[str]:
+    """The names of an actor's receivers, one for each rank of its engine."""
+    return (f"{actor}/{rank}" for rank in range(ranks))
+
+
+def actor_of(receiver: str) -> str:
+    """The actor that a receiver belongs to."""
+    return receiver.rpartition("/")[0]

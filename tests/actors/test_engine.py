@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 from counterflow.cluster import process_environment
 from counterflow.configs.schema import RunConfig
 from counterflow.weight_sync.layout import lay_out, named_weights
-from counterflow.weight_sync.publisher import SharedMemoryPublisher
+from counterflow.weight_sync.publisher import Publisher
+from counterflow.weight_sync.slots import Slots
+from counterflow.weight_sync.transports import SharedMemory
 
 UPDATES = 6
 PROMPT = [3, 4, 5, 6]
@@ -43,13 +45,14 @@ def test_token_carries_a_version_that_did_not_sample_it(tiny_model: Path, monkey
     )
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     layout = lay_out(named_weights(model), torch.float32)
-    publisher = SharedMemoryPublisher("test-engine", layout)
+    slots = Slots(layout)
+    publisher = Publisher(slots, SharedMemory(slots))
     weights = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
 
     async def main() -> tuple[list[Completion], list[Completion]]:
         engine = await Engine.start(config)
         try:
-            await engine.connect_weights(publisher.paths, layout)
+            await engine.connect_weights("actor 0", layout)
             done: list[Completion] = []
 
             async def keep_asking() -> None:
@@ -66,7 +69,8 @@ def test_token_carries_a_version_that_did_not_sample_it(tiny_model: Path, monkey
                     for parameter in model.parameters():
                         parameter.add_(torch.randn_like(parameter) * 0.02)
                 weights.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-                await engine.update_weights(publisher.stage(version, version % 2, named_weights(model)))
+                staged = publisher.stage(version, version % 2, named_weights(model))
+                await engine.update_weights(publisher.prepare(staged, ["actor 0"]))
             await asyncio.gather(*load)
             # New requests for the same prompt, whose blocks an older version may have left in the prefix cache.
             return done, await engine.sample(PROMPT)

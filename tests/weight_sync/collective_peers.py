@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -149,9 +150,10 @@ def _join(receiver: Receiver, invitation: Invitation) -> None:
 def _receive(receiver: Receiver, version: int, pause_s: float = 0.0) -> str:
     loaded = []
 
-    def load(name: str, tensor: torch.Tensor) -> None:
-        time.sleep(pause_s)
-        loaded.append((name, tensor.clone()))
+    def load(tensors: Iterator[NamedTensor]) -> None:
+        for name, tensor in tensors:
+            time.sleep(pause_s)
+            loaded.append((name, tensor.clone()))
 
     receiver.receive(version, load)
     assert receiver.holds == version and not torch.distributed.is_initialized()
@@ -159,17 +161,19 @@ def _receive(receiver: Receiver, version: int, pause_s: float = 0.0) -> str:
 
 
 def _leave_at(receiver: Receiver, version: int, tensor_name: str) -> None:
-    def load(name: str, tensor: torch.Tensor) -> None:
-        if name == tensor_name:
-            receiver.close()
+    def load(tensors: Iterator[NamedTensor]) -> None:
+        for name, _ in tensors:
+            if name == tensor_name:
+                receiver.close()
 
     receiver.receive(version, load)
 
 
 def _fail_at(receiver: Receiver, version: int, tensor_name: str) -> None:
-    def load(name: str, tensor: torch.Tensor) -> None:
-        if name == tensor_name:
-            raise MemoryError("no room")
+    def load(tensors: Iterator[NamedTensor]) -> None:
+        for name, _ in tensors:
+            if name == tensor_name:
+                raise MemoryError("no room")
 
     receiver.receive(version, load)
 
@@ -186,7 +190,7 @@ def _peak_bytes(receiver: Receiver, invitation: Invitation, version: int) -> int
     receiver.close()
     before = reset_peak()
     receiver.join(invitation)
-    receiver.receive(version, lambda name, tensor: None)
+    receiver.receive(version, lambda tensors: deque(tensors, maxlen=0))
     return memory_bytes("VmHWM") - before
 
 

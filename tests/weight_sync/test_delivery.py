@@ -1,55 +1,79 @@
-"""Delivery: versions arrive in order, one at a time, and a failure is never silent."""
+"""Delivery: versions arrive in order, one at a time, whoever dies or joins, and a failure is never silent."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from counterflow.errors import DeadlineExceeded, WeightSyncError
-from counterflow.weight_sync.delivery import Delivery
-from counterflow.weight_sync.publisher import StagedVersion
+from counterflow.errors import DeadlineExceeded, ProcessDied, WeightSyncError
+from counterflow.weight_sync.delivery import Delivery, Load
+from counterflow.weight_sync.publisher import Shipment, StagedVersion
 
 
 class Learner:
-    """A learner whose version the test moves, and an actor whose loading the test can hold up."""
+    """A learner whose version the test moves, with actors whose loading the test can hold up or spoil."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: bool = False) -> None:
         self.version = 0
         self.slots: dict[int, int] = {}
-        self.loaded: list[int] = []
+        self.loaded: dict[str, list[int]] = {}
+        self.errors: dict[str, list[Exception]] = {}
+        self.lost: list[tuple[str, str]] = []
+        self.sends: list[Exception] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.delivery = Delivery(self, together, lambda actor, error: self.lost.append((actor, str(error))))
 
     async def stage(self, slot: int) -> StagedVersion:
         await asyncio.sleep(0)
         self.slots[slot] = self.version
-        return StagedVersion(self.version, slot, fingerprints={})
+        return StagedVersion(self.version, slot)
 
-    async def load(self, staged: StagedVersion) -> int:
-        await self.gate.wait()
-        # What is in the slot when it is read must be what was announced.
-        assert self.slots[staged.slot] == staged.version
-        self.loaded.append(staged.version)
-        return staged.version
+    async def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
+        await asyncio.sleep(0)
+        return Shipment(staged.version, staged.slot, {"actors": list(actors)}, {})
 
-    async def publish(self, delivery: Delivery, version: int) -> None:
+    async def send(self, staged: StagedVersion) -> None:
+        if self.sends:
+            raise self.sends.pop(0)
+
+    def load(self, actor: str) -> Load:
+        async def load(shipment: Shipment) -> int:
+            await self.gate.wait()
+            if self.errors.get(actor):
+                raise self.errors[actor].pop(0)
+            # What is in the slot when it is read must be what was announced.
+            assert self.slots[shipment.slot] == shipment.version
+            self.loaded.setdefault(actor, []).append(shipment.version)
+            return shipment.version
+
+        return load
+
+    async def join(self, *actors: str) -> None:
+        for actor in actors:
+            await self.delivery.join(actor, self.load(actor))
+
+    async def publish(self, version: int) -> None:
         self.version = version
-        await delivery.publish()
+        await self.delivery.publish()
 
 
 def test_staging_overwrites_the_version_on_its_way() -> None:
     async def main() -> None:
         learner = Learner()
-        delivery = Delivery(learner.stage, [learner.load], timeout_s=5)
+        await learner.join("actor 0")
         learner.gate.clear()
         for version in range(1, 6):
-            await learner.publish(delivery, version)
+            await learner.publish(version)
             await asyncio.sleep(0.001)
         learner.gate.set()
-        await delivery.arrived()
-        assert learner.loaded == [1, 5]
-        assert (delivery.served, delivery.skipped) == (5, 3)
+        await learner.delivery.arrived()
+        assert learner.loaded == {"actor 0": [1, 5]}
+        assert (learner.delivery.served, learner.delivery.skipped) == (5, 3)
 
     asyncio.run(main())
 
@@ -57,13 +81,14 @@ def test_staging_overwrites_the_version_on_its_way() -> None:
 def test_newest_version_never_arrives() -> None:
     async def main() -> None:
         learner = Learner()
-        delivery = Delivery(learner.stage, [learner.load, learner.load], timeout_s=5)
+        await learner.join("actor 0", "actor 1")
         for version in range(1, 20):
-            await learner.publish(delivery, version)
+            await learner.publish(version)
             if version % 3 == 0:
                 await asyncio.sleep(0.001)
-        await delivery.arrived()
-        assert delivery.served == 19 and learner.loaded == sorted(learner.loaded)
+        await learner.delivery.arrived()
+        assert learner.delivery.served == 19
+        assert all(loaded == sorted(loaded) and loaded[-1] == 19 for loaded in learner.loaded.values())
 
     asyncio.run(main())
 
@@ -71,41 +96,142 @@ def test_newest_version_never_arrives() -> None:
 def test_version_changes_while_it_is_held() -> None:
     async def main() -> None:
         learner = Learner()
-        delivery = Delivery(learner.stage, [learner.load], timeout_s=5)
-        async with delivery.hold:
+        await learner.join("actor 0")
+        async with learner.delivery.hold:
             for version in (1, 2):
-                await learner.publish(delivery, version)
+                await learner.publish(version)
                 await asyncio.sleep(0.001)
-            assert (delivery.served, learner.loaded) == (0, [])
-        await delivery.arrived()
-        assert learner.loaded == [2]
+            assert (learner.delivery.served, learner.loaded) == (0, {})
+        await learner.delivery.arrived()
+        assert learner.loaded == {"actor 0": [2]}
 
     asyncio.run(main())
 
 
-def test_actor_that_never_loads_hangs_the_run() -> None:
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("error", [ProcessDied("killed"), DeadlineExceeded("supervisor", "an actor", 1.0)])
+def test_actor_that_dies_takes_the_others_down(together: bool, error: Exception) -> None:
     async def main() -> None:
-        learner = Learner()
-        delivery = Delivery(learner.stage, [learner.load], timeout_s=0.05)
-        learner.gate.clear()
-        await learner.publish(delivery, 1)
-        with pytest.raises(DeadlineExceeded, match="weight sync waited 0.05 s for policy version 1"):
-            await delivery.arrived()
+        learner = Learner(together)
+        await learner.join("actor 0", "actor 1")
+        learner.errors["actor 1"] = [error]
+        await learner.publish(1)
+        await learner.delivery.arrived()
+        assert (learner.delivery.served, learner.delivery.actors) == (1, ("actor 0",))
+        assert learner.lost == [("actor 1", str(error))]
+        await learner.publish(2)
+        await learner.delivery.arrived()
+        assert learner.loaded["actor 0"] == [1, 2] and learner.delivery.served == 2
 
     asyncio.run(main())
 
 
-def test_failed_load_is_silent() -> None:
-    async def refuse(staged: StagedVersion) -> int:
-        raise WeightSyncError("checksum")
-
+def test_second_load_that_succeeds_loses_the_actor() -> None:
     async def main() -> None:
         learner = Learner()
-        delivery = Delivery(learner.stage, [learner.load, refuse], timeout_s=5)
-        await learner.publish(delivery, 1)
-        await asyncio.sleep(0.01)
-        assert delivery.served == 0
-        with pytest.raises(WeightSyncError):
-            await learner.publish(delivery, 2)
+        await learner.join("actor 0", "actor 1")
+        learner.errors["actor 0"] = [WeightSyncError("other weights")]
+        await learner.publish(1)
+        await learner.delivery.arrived()
+        assert learner.loaded == {"actor 0": [1], "actor 1": [1]}
+        assert (learner.lost, learner.delivery.repeated) == ([], 1)
+        learner.errors["actor 0"] = [WeightSyncError("other weights"), WeightSyncError("still others")]
+        await learner.publish(2)
+        await learner.delivery.arrived()
+        assert learner.lost == [("actor 0", "still others")]
+        assert (learner.delivery.served, learner.delivery.actors) == (2, ("actor 1",))
+
+    asyncio.run(main())
+
+
+def test_broadcast_blames_those_that_gave_up_because_of_another() -> None:
+    async def main() -> None:
+        learner = Learner(together=True)
+        await learner.join("actor 0", "actor 1")
+        learner.errors = {"actor 0": [WeightSyncError("gave up")], "actor 1": [WeightSyncError("gave up")] * 2}
+        learner.sends = [WeightSyncError("actor 1/0 died", ["actor 1/0"])] * 2
+        await learner.publish(1)
+        await learner.delivery.arrived()
+        assert learner.lost == [("actor 1", "actor 1/0 died")]
+        assert learner.loaded["actor 0"][-1] == 1 and learner.delivery.served == 1
+
+    asyncio.run(main())
+
+
+def test_joiner_serves_an_older_version_than_the_newest() -> None:
+    async def main() -> None:
+        learner = Learner()
+        await learner.join("actor 0")
+        for version in range(1, 8):
+            await learner.publish(version)
+            await learner.delivery.arrived()
+        await learner.join("actor 1")
+        assert learner.loaded["actor 1"] == [7]
+
+    asyncio.run(main())
+
+
+def test_joiner_that_cannot_be_served_is_told_nothing() -> None:
+    async def main() -> None:
+        learner = Learner()
+        await learner.publish(1)
+        await learner.delivery.arrived()
+        learner.errors["actor 0"] = [ProcessDied("killed")]
+        with pytest.raises(WeightSyncError, match="actor 0 did not get the newest version"):
+            await learner.join("actor 0")
+        assert learner.delivery.actors == ()
+        await learner.join("actor 0")
+        assert learner.loaded == {"actor 0": [1]}
+
+    asyncio.run(main())
+
+
+def test_learner_that_dies_is_silent() -> None:
+    async def main() -> None:
+        learner = Learner()
+        await learner.join("actor 0")
+        learner.sends = [ProcessDied("the learner")]
+        await learner.publish(1)
+        with pytest.raises(ProcessDied, match="the learner"):
+            await learner.delivery.arrived()
+        with pytest.raises(ProcessDied, match="the learner"):
+            await learner.publish(2)
+
+    asyncio.run(main())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.booleans(),
+    st.lists(st.sampled_from(["publish", "wait", "join", "leave", "die", "refuse"]), min_size=1, max_size=25),
+    st.randoms(use_true_random=False),
+)
+def test_some_history_leaves_an_actor_behind(together: bool, history: list[str], random: object) -> None:
+    """Whoever comes and goes: those that are there at the end serve the newest version, each loaded in order."""
+
+    async def main() -> None:
+        learner = Learner(together)
+        await learner.join("actor 0")
+        names = iter(range(1, 100))
+        for event in history:
+            actors = learner.delivery.actors
+            chosen = random.choice(actors) if actors else None  # type: ignore[attr-defined]
+            if event == "publish":
+                await learner.publish(learner.version + 1)
+            elif event == "wait":
+                await learner.delivery.arrived()
+            elif event == "join":
+                await learner.join(f"actor {next(names)}")
+            elif chosen and event == "leave":
+                learner.delivery.leave(chosen)
+            elif chosen:
+                learner.errors[chosen] = [ProcessDied("killed") if event == "die" else WeightSyncError("other weights")]
+        await learner.join("actor 100")
+        await learner.publish(learner.version + 1)
+        await learner.delivery.arrived()
+        assert learner.delivery.actors
+        for actor in learner.delivery.actors:
+            loaded = learner.loaded[actor]
+            assert loaded == sorted(loaded) and loaded[-1] == learner.version == learner.delivery.served
 
     asyncio.run(main())
