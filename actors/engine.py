@@ -157,6 +157,11 @@ class Engine:
         ranks = await self._llm.collective_rpc("delivered_fingerprints")
         return [{group: Fingerprint(*found) for group, found in rank.items()} for rank in ranks]
 
+    def check(self) -> None:
+        """Raise ProcessDied if one of the engine's processes has ended."""
+        if self._llm.errored:
+            raise ProcessDied("the engine's process died")
+
     def shutdown(self) -> None:
         """End the engine's processes."""
         self._llm.shutdown(timeout=1.0)

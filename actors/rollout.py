@@ -143,6 +143,8 @@ class RolloutActor:
         """How the actor is doing. Raises what ended its loop, if something did."""
         if self._loop_task is not None and self._loop_task.done() and not self._loop_task.cancelled():
             self._loop_task.result()
+        if self._engine is not None:
+            self._engine.check()
         error, self._last_error = self._last_error, None
         closed = self._closed.name.lower() if self._closed else None
         return ActorState(dict(self._rewards.failures), error, self._busy.drain(), closed)

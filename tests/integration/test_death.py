@@ -27,7 +27,8 @@ def vanish(processes: list[psutil.Process], within_s: float) -> list[psutil.Proc
     ],
 )
 def test_death_of_a_process_hangs_the_run(tiny_model: Path, tmp_path: Path, victim: str, words: str) -> None:
-    process = start(tmp_path, write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4), "run.steps=5000")
+    config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
+    process = start(tmp_path, config, "run.steps=5000", "actors.max_restarts=0")
     wait_for(process, r"^step (?!1/)")
     children = family(process)
     (target,) = [child for child in children if victim in " ".join(child.cmdline())]
@@ -40,6 +41,31 @@ def test_death_of_a_process_hangs_the_run(tiny_model: Path, tmp_path: Path, vict
     assert shared_memory() == set()
     summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
     assert summary["status"] == "failed" and summary["reason"] in said and summary["steps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("victim", "transport"),
+    [
+        ("RolloutActor", "shared_memory"),
+        pytest.param("VLLM::EngineCore", "shared_memory", marks=pytest.mark.slow),
+        pytest.param("RolloutActor", "gloo", marks=pytest.mark.slow),
+        pytest.param("VLLM::EngineCore", "gloo", marks=pytest.mark.slow),
+        pytest.param("RolloutActor", "disk", marks=pytest.mark.slow),
+    ],
+)
+def test_death_of_an_actor_ends_the_run(tiny_model: Path, tmp_path: Path, victim: str, transport: str) -> None:
+    config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
+    options = ("run.steps=30", "admission.lease_s=3", f"weight_sync.transport={transport}")
+    process = start(tmp_path, config, *options)
+    wait_for(process, r"^step (?!1/)")
+    (target,) = [child for child in family(process) if victim in " ".join(child.cmdline())]
+    target.kill()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "actor 0 is replaced" in output and "actor 0 serves again, version " in output
+    ledger = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["ledger"]
+    assert ledger["closes"] and ledger["trained"] == 120
+    assert shared_memory() == set()
 
 
 @pytest.mark.slow

@@ -1,0 +1,196 @@
+"""The generation engine of one actor: vLLM's AsyncLLM, with in-flight weight updates. Token ids in, token ids out.
+
+Prompts flow in, completions with behaviour log-probs and version spans flow out; weights arrive through vLLM's native
+weight-transfer API. Imported only inside an actor's process, since it imports vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from counterflow.buffer.trajectory import Float32Array, Int32Array, VersionSpan
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import ProcessDied, RunFailed, WeightSyncError
+from counterflow.weight_sync.fingerprint import Fingerprint, disagreements
+from counterflow.weight_sync.layout import Layout
+from counterflow.weight_sync.publisher import Shipment
+from counterflow.weight_sync.receiver import BACKEND, WORKER_EXTENSION
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response: its tokens, their behaviour log-probs (natural, as sampled) and the versions that sampled them."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: str
+    """`stop`, or `length` for a truncated response."""
+
+
+class Engine:
+    """An AsyncLLM that serves one policy version at a time.
+
+    Requests that arrive while weights are updated wait for the new version. Running ones are kept, drained or asked
+    again (`weight_sync.in_flight`); no new one meets key-value cache of older weights.
+    """
+
+    def __init__(self, llm: AsyncLLM, config: RunConfig) -> None:
+        self._llm = llm
+        self._request_ids = itertools.count()
+        self._open = asyncio.Event()
+        self._open.set()
+        self.version = 0
+        self.restarted = 0
+        """Requests that were aborted for an update and asked again."""
+        self._in_flight = config.weight_sync.in_flight
+        # Where requests are not kept, no cache is of use.
+        self._recompute = config.weight_sync.recompute or self._in_flight != "keep"
+        sampling = config.sampling
+        self._sampled = SamplingParams(
+            n=config.admission.samples_per_group,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop=list(sampling.stop),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._greedy = self._sampled.clone()
+        self._greedy.n, self._greedy.temperature = 1, 0.0
+        self._greedy.top_p, self._greedy.top_k = 1.0, 0
+
+    @classmethod
+    async def start(cls, config: RunConfig) -> Engine:
+        """Load the model as policy version 0 and start the engine's processes."""
+        arguments = AsyncEngineArgs(
+            model=str(config.model.path),
+            dtype=config.actors.dtype,
+            max_model_len=config.model.context_length,
+            trust_remote_code=config.model.trust_remote_code,
+            seed=config.run.seed,
+            enforce_eager=config.actors.enforce_eager,
+            kv_cache_memory_bytes=config.actors.kv_cache_bytes,
+            gpu_memory_utilization=config.actors.gpu_memory_share,
+            tensor_parallel_size=max(config.actors.gpus, 1),
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config={"backend": BACKEND},
+            worker_extension_cls=WORKER_EXTENSION,
+            generation_config="vllm",
+            disable_log_stats=True,
+        )
+        engine = cls(AsyncLLM.from_engine_args(arguments), config)
+        await engine._llm.update_weight_version("0")
+        return engine
+
+    async def sample(self, prompt_token_ids: Sequence[int]) -> list[Completion]:
+        """Sample `admission.samples_per_group` responses to one prompt."""
+        return await self._generate(prompt_token_ids, self._sampled)
+
+    async def decode_greedily(self, prompt_token_ids: Sequence[int]) -> Completion:
+        """The most likely response to a prompt, token by token."""
+        return (await self._generate(prompt_token_ids, self._greedy))[0]
+
+    async def connect_weights(self, actor: str, layout: Layout) -> None:
+        """Tell the engine whose it is, and what versions consist of."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {"actor": actor, "layout": layout.to_dict()}
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def update_weights(self, shipment: Shipment) -> None:
+        """Serve a version from the next token on: pause, load, prove, resume. Requests that arrive meanwhile wait.
+
+        No token is sampled, and the version is not named to the engine, until its fingerprints are those published.
+
+        Raises:
+            WeightSyncError: the engine could not load the version, or holds other weights than were published. It stays
+                paused; a later update may yet succeed.
+        """
+        self._open.clear()
+        try:
+            await self._llm.pause_generation(mode=self._in_flight, clear_cache=self._recompute)
+            await self._load(shipment)
+            wrong = disagreements(shipment.fingerprints, await self._held())
+            if wrong:
+                raise WeightSyncError(
+                    f"policy version {shipment.version}: the engine holds other weights than were published in tensor "
+                    f"group {', '.join(wrong)}: something writes to this host's memory, or vLLM loads only a part of "
+                    "this model, or changes its numbers as it loads them"
+                )
+            await self._llm.update_weight_version(str(shipment.version))
+            self.version = shipment.version
+            await self._llm.resume_generation()
+        except WeightSyncError:
+            raise
+        except EngineDeadError as error:
+            raise ProcessDied(f"the engine's process died: {error}") from error
+        except Exception as error:
+            raise WeightSyncError(f"policy version {shipment.version} was not loaded: {error}") from error
+        self._open.set()
+
+    async def _load(self, shipment: Shipment) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        info = {"version": shipment.version, "slot": shipment.slot, "way": shipment.way}
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._llm.finish_weight_update()
+
+    async def _held(self) -> list[dict[str, Fingerprint]]:
+        """The fingerprints of what each rank holds."""
+        ranks = await self._llm.collective_rpc("delivered_fingerprints")
+        return [{group: Fingerprint(*found) for group, found in rank.items()} for rank in ranks]
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        self._llm.shutdown(timeout=1.0)
+
+    async def _generate(self, prompt_token_ids: Sequence[int], parameters: SamplingParams) -> list[Completion]:
+        while True:
+            await self._open.wait()
+            outputs = await self._answer(prompt_token_ids, parameters)
+            # Aborted for an update: asked again of the version that comes.
+            if not any(output.finish_reason == "abort" for output in outputs):
+                return [_completion(output) for output in outputs]
+            self.restarted += 1
+
+    async def _answer(self, prompt_token_ids: Sequence[int], parameters: SamplingParams) -> list[CompletionOutput]:
+        # The salt keeps a new request from the cache that an older version left, whoever still uses that.
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=str(self.version))
+        final = None
+        try:
+            async for output in self._llm.generate(prompt, parameters, f"r{next(self._request_ids)}"):
+                final = output
+        except EngineDeadError as error:
+            raise ProcessDied(f"the engine's process died: {error}") from error
+        if final is None or not final.finished:
+            raise RunFailed("the engine ended a request without an answer")
+        return sorted(final.outputs, key=lambda output: output.index)
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    if output.weight_versions is None or output.logprobs is None:
+        raise RunFailed("the engine answered without log-probs or weight versions")
+    return Completion(
+        token_ids=np.fromiter(output.token_ids, np.int32),
+        # With `logprobs=0` there is one entry a position: the sampled token's.
+        logprobs=np.asarray(output.logprobs.logprobs, np.float32),
+        version_spans=tuple(VersionSpan(int(s.version), s.start, s.end) for s in output.weight_versions),
+        finish_reason=output.finish_reason or "abort",
+    )

@@ -1,0 +1,292 @@
+"""The rollout actor: leases groups, has the engine sample them, scores them and streams them to the buffer.
+
+Runs as a Ray actor, one event loop: generation goes on while groups are scored and weights arrive. Leases flow in from
+the buffer, finished groups flow out to it; the supervisor sends weights and evaluations and reads the actor's state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from counterflow.actors.rewards import RewardPool
+from counterflow.actors.tasks import Prompt, TaskSet, prompt_index
+from counterflow.buffer.admission import open_groups
+from counterflow.buffer.codec import encode
+from counterflow.buffer.connection import Address
+from counterflow.buffer.producer import Capacity, Closed, Lease, Producer
+from counterflow.buffer.trajectory import Group, Origin, Trajectory
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import BufferUnavailable, RunFailed, WeightSyncError
+from counterflow.processes import pin
+from counterflow.records import Interval
+from counterflow.weight_sync.layout import Layout
+from counterflow.weight_sync.publisher import Shipment
+
+if TYPE_CHECKING:
+    from counterflow.actors.engine import Completion, Engine
+
+_ADMISSION_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class ActorState:
+    """What an actor says of itself when asked."""
+
+    reward_failures: dict[str, int]
+    """Samples without a reward since the start, by reason."""
+    last_error: str | None
+    """Why a group failed, if one did since it was last asked."""
+    intervals: list[Interval]
+    """What it did since it was last asked."""
+    admission_closed: str | None
+    """Why it may start no more groups now: `lag_budget` or `full`."""
+
+
+class RolloutActor:
+    """One engine and the groups it generates.
+
+    Args:
+        index: which actor of the run this is.
+        task: the prompts, training and held-out.
+        cores: CPU cores to stay on, engine processes included; None leaves the choice to the system.
+        started_at: Unix time of the run's start, the zero of all times reported.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        task: TaskSet,
+        config: RunConfig,
+        address: Address,
+        origin: Origin,
+        started_at: float,
+        cores: Sequence[int] | None,
+    ) -> None:
+        if cores:
+            pin(cores)
+        self._name, self._config, self._origin = f"actor {index}", config, origin
+        self._schema = origin.schema()
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+        )
+        self._task = task
+        self._rewards = RewardPool(config)
+        admission = config.admission
+        self._producer = Producer(
+            address,
+            origin.run_id,
+            capacity=Capacity(
+                config.buffer.capacity_groups, config.buffer.capacity_bytes, config.admission.groups_per_step
+            ),
+            lease_s=admission.lease_s,
+            attempts=admission.attempts,
+        )
+        self._engine: Engine | None = None
+        self._loop_task: asyncio.Task[None] | None = None
+        self._new_version = asyncio.Event()
+        self._busy = BusyClock(self._name, started_at)
+        self._last_error: str | None = None
+        self._closed: Closed | None = None
+
+    async def start(self, layout: Layout) -> None:
+        """Start the engine, at version 0, and tell it what later versions consist of."""
+        # Here, not above: the supervisor names this class without loading vLLM.
+        from counterflow.actors.engine import Engine
+
+        self._engine = await Engine.start(self._config)
+        await self._engine.connect_weights(self._name, layout)
+
+    async def begin(self) -> None:
+        """Begin to generate groups, until `stop`."""
+        self._loop_task = asyncio.create_task(self._generate_groups())
+
+    async def update_weights(self, shipment: Shipment) -> int:
+        """Serve a version; returns it once it is served.
+
+        Raises:
+            WeightSyncError: the engine does not hold what was published; names this actor.
+            ProcessDied: the engine died.
+        """
+        with self._busy.doing("update"):
+            try:
+                await self._ready.update_weights(shipment)
+            except WeightSyncError as error:
+                raise WeightSyncError(f"{self._name}: {error}", error.receivers) from error
+        self._new_version.set()
+        return self._ready.version
+
+    async def evaluate(self, first: int, stride: int) -> list[float | None]:
+        """Rewards of greedy responses to held-out prompts `first`, `first + stride`, ...; None where one failed."""
+        prompts = self._task.heldout[first : self._config.evaluation.prompts : stride]
+        with self._busy.doing("evaluate"):
+            completions = await asyncio.gather(*(self._ready.decode_greedily(p.token_ids) for p in prompts))
+            texts = [self._decode(c) for c in completions]
+            scores = await asyncio.gather(
+                *(
+                    self._rewards.score([text], p.record, deadline_s=self._config.run.step_timeout_s / 2)
+                    for text, p in zip(texts, prompts, strict=True)
+                )
+            )
+        return [score[0] for score in scores]
+
+    async def state(self) -> ActorState:
+        """How the actor is doing. Raises what ended its loop, if something did."""
+        if self._loop_task is not None and self._loop_task.done() and not self._loop_task.cancelled():
+            self._loop_task.result()
+        error, self._last_error = self._last_error, None
+        closed = self._closed.name.lower() if self._closed else None
+        return ActorState(dict(self._rewards.failures), error, self._busy.drain(), closed)
+
+    async def stop(self) -> None:
+        """Stop generating and end the engine's and the reward pool's processes."""
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+        self._rewards.close()
+        if self._engine is not None:
+            self._engine.shutdown()
+        await self._producer.close()
+
+    @property
+    def _ready(self) -> Engine:
+        assert self._engine is not None, "start() comes first"
+        return self._engine
+
+    async def _generate_groups(self) -> None:
+        limit = self._config.actors.groups_in_flight
+        admission, uses = self._config.admission, self._config.buffer.uses
+        total = math.ceil(self._config.run.steps / uses) * admission.groups_per_step
+        running: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                if len(running) < limit:
+                    self._new_version.clear()
+                    opened = open_groups(self._ready.version, admission.max_lag, admission.groups_per_step, total, uses)
+                    leases, self._closed = await self._producer.admit(opened, limit - len(running))
+                    running.update(asyncio.create_task(self._generate_group(lease)) for lease in leases)
+                await self._wait_for_room(running, limit)
+                for task in [t for t in running if t.done()]:
+                    running.remove(task)
+                    task.result()
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def _wait_for_room(self, running: set[asyncio.Task[None]], limit: int) -> None:
+        if len(running) >= limit:
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            return
+        # The budget may open by a new version here, a dropped group or an expired lease elsewhere.
+        try:
+            async with asyncio.timeout(_ADMISSION_POLL_S):
+                await self._new_version.wait()
+        except TimeoutError:
+            pass
+
+    async def _generate_group(self, lease: Lease) -> None:
+        tokens = 0
+        try:
+            prompt = self._prompt(lease.admission)
+            started_at = time.time()
+            with self._busy.doing("generate"):
+                completions = await self._ready.sample(prompt.token_ids)
+            tokens = sum(len(c.token_ids) for c in completions)
+            rewards = await self._score(lease, prompt, completions)
+            if all(reward is None for reward in rewards):
+                raise ValueError(f"every reward failed: {self._rewards.last_error}")
+            group = self._group(lease, prompt, completions, rewards, started_at)
+            await self._producer.add(group, encode(group, self._schema))
+        except (RunFailed, BufferUnavailable):
+            raise
+        except Exception as error:
+            # One bad group must not end the actor: the lease goes back, the reason is kept and counted.
+            self._last_error = f"group {lease.admission}, attempt {lease.attempt}: {type(error).__name__}: {error}"
+            await self._producer.fail(lease, tokens)
+
+    def _prompt(self, admission: int) -> Prompt:
+        return self._task.train[prompt_index(admission, len(self._task.train), self._config.run.seed)]
+
+    async def _score(self, lease: Lease, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
+        rewards = await self._rewards.score([self._decode(c) for c in completions], prompt.record)
+        if self._config.reward.shuffle:
+            random.Random(f"{self._config.run.seed}/{lease.admission}").shuffle(rewards)
+        return rewards
+
+    def _decode(self, completion: Completion) -> str:
+        return self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+
+    def _group(
+        self,
+        lease: Lease,
+        prompt: Prompt,
+        completions: Sequence[Completion],
+        rewards: Sequence[float | None],
+        started_at: float,
+    ) -> Group:
+        name = self._config.reward.name
+        return Group(
+            group_id=f"{self._origin.run_id}/{lease.admission}",
+            admission=lease.admission,
+            prompt_id=prompt.prompt_id,
+            prompt_token_ids=np.asarray(prompt.token_ids, np.int32),
+            trajectories=tuple(
+                Trajectory(
+                    response_token_ids=completion.token_ids,
+                    behavior_logprobs=completion.logprobs,
+                    version_spans=completion.version_spans,
+                    reward=reward,
+                    finish_reason=completion.finish_reason,
+                    reward_parts={} if reward is None else {name: reward},
+                )
+                for completion, reward in zip(completions, rewards, strict=True)
+            ),
+            started_at_us=int(started_at * 1e6),
+            finished_at_us=int(time.time() * 1e6),
+        )
+
+
+class BusyClock:
+    """Turns overlapping activities into intervals: one interval an activity while at least one of its kind runs."""
+
+    def __init__(self, owner: str, started_at: float) -> None:
+        self._owner, self._started_at = owner, started_at
+        self._running: dict[str, int] = {}
+        self._since: dict[str, float] = {}
+        self._intervals: list[Interval] = []
+
+    @contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """The activity runs for as long as the context is open."""
+        if not self._running.get(activity):
+            self._since[activity] = self._now()
+        self._running[activity] = self._running.get(activity, 0) + 1
+        try:
+            yield
+        finally:
+            self._running[activity] -= 1
+            if not self._running[activity]:
+                self._close(activity)
+
+    def drain(self) -> list[Interval]:
+        """The intervals since the last call; those that go on are cut here and continue."""
+        for activity, running in self._running.items():
+            if running:
+                self._close(activity)
+                self._since[activity] = self._now()
+        drained, self._intervals = self._intervals, []
+        return drained
+
+    def _close(self, activity: str) -> None:
+        self._intervals.append(Interval(self._owner, activity, self._since[activity], self._now()))
+
+    def _now(self) -> float:
+        return time.time() - self._started_at

@@ -1,0 +1,77 @@
+"""How a run stands on its server: what is leased, what is buffered, and which learner is heard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import redis
+
+from counterflow.buffer.store import Keys
+
+
+@dataclass(frozen=True)
+class Row:
+    """A group on the stream, in the run's directory of groups."""
+
+    entry_id: bytes
+    oldest_version: int
+    newest_version: int
+    """Of the weights that sampled its tokens; -1 without tokens."""
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self:
+        """The row that add.lua wrote."""
+        entry_id, _, _, oldest, newest = text.split()
+        return cls(entry_id, int(oldest), int(newest))
+
+    @property
+    def arrival(self) -> tuple[int, ...]:
+        """Sorts rows as they arrived."""
+        return tuple(int(part) for part in self.entry_id.split(b"-"))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the run stands, read in one transaction."""
+
+    server: str
+    """A name of the server process: another one after each start."""
+    term: str
+    """Of the learner that is heard."""
+    version: int
+    admitted: int
+    """The number that the next admission gets."""
+    leases: dict[int, float]
+    """Groups being generated, and the Unix time in seconds at which each lease ends."""
+    buffered: dict[int, Row]
+    strangers: int
+    """Entries on the stream that are not in the directory."""
+
+
+def read_standing(client: redis.Redis, keys: Keys) -> Standing:
+    """How the run stands now. Raises what the client raises."""
+    # The name first: a server that starts in between is then found out the next time.
+    server = _name(client, keys)
+    with client.pipeline(transaction=True) as pipeline:
+        pipeline.hmget(keys.state, "term", "version", "admitted")
+        pipeline.zrange(keys.leases, 0, -1, withscores=True)
+        pipeline.hgetall(keys.buffered)
+        pipeline.xlen(keys.stream)
+        answers: list[Any] = pipeline.execute()
+    (term, version, admitted), leases, buffered, entries = answers
+    return Standing(
+        server=server,
+        term=(term or b"").decode(),
+        version=int(version or 0),
+        admitted=int(admitted or 0),
+        leases={int(n): ends_ms / 1000 for n, ends_ms in leases},
+        buffered={int(n): Row.parse(text) for n, text in buffered.items()},
+        strangers=entries - len(buffered),
+    )
+
+
+def _name(client: redis.Redis, keys: Keys) -> str:
+    if isinstance(client, redis.RedisCluster):
+        return str(client.info("server", target_nodes=client.get_node_from_key(keys.state))["run_id"])
+    return str(client.info("server")["run_id"])

@@ -1,0 +1,94 @@
+"""The command line: `counterflow run | audit | inspect | ledger | config | model | report`.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input with nothing started, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from counterflow.cli_audit import audit
+from counterflow.cli_inspect import inspect
+from counterflow.cli_ledger import ledger
+from counterflow.errors import ConfigError, CounterflowError, UnavailableError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Asynchronous off-policy reinforcement learning for language models.",
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, as configs/quickstart.yaml.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="As learner.lr=3e-4.")]
+
+
+@app.command()
+def run(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Run CONFIG to its last step and write the report."""
+    from counterflow.configs import load_config
+
+    loaded = load_config(config, overrides or [])
+    from counterflow.system import run as run_system
+
+    report = run_system(loaded)
+    typer.echo(f"report: {report}")
+
+
+app.command()(audit)
+app.command()(inspect)
+app.command()(ledger)
+
+
+@app.command("config")
+def show_config(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Print what a run would use, with the meaning of each key."""
+    from counterflow.configs import describe, load_config
+
+    typer.echo(describe(load_config(config, overrides or [])))
+
+
+@app.command()
+def model(
+    name: Annotated[str, typer.Argument(help="`sums` or `smollm2-135m`.")],
+    folder: Annotated[Path | None, typer.Argument(help="Where to put it; .cache/models/NAME by default.")] = None,
+) -> None:
+    """Make a starting model; one that is there is kept."""
+    from counterflow.models import MODELS
+
+    if name not in MODELS:
+        raise ConfigError(f"there is no starting model {name!r}: choose one of {', '.join(MODELS)}")
+    folder = folder or Path(".cache/models") / name
+    MODELS[name](folder)
+    typer.echo(f"model: {folder}")
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]) -> None:
+    """Write a run's report again."""
+    from counterflow.report.render import write_report
+
+    typer.echo(f"report: {write_report(folder)}")
+
+
+def main() -> None:
+    """Entry point: errors of ours become one line and an exit code."""
+    try:
+        app()
+    except (ConfigError, UnavailableError) as error:
+        _fail(error, 2)
+    except CounterflowError as error:
+        _fail(error, 1)
+
+
+def _fail(error: CounterflowError, code: int) -> None:
+    sys.stderr.write(f"counterflow: error: {error}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The run's place on Ray: a cluster of its own or one that is there, with room for every process of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from counterflow import processes
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import (
+    CounterflowError,
+    DeadlineExceeded,
+    PlacementError,
+    ProcessDied,
+    RunFailed,
+    UnavailableError,
+)
+
+_OBJECT_STORE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What one process of the run needs of a node."""
+
+    owner: str
+    cpus: int
+    gpus: int
+
+    def __str__(self) -> str:
+        gpus = f" and {self.gpus} GPU" if self.gpus else ""
+        return f"{self.owner} ({self.cpus} CPU{gpus})"
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node has to give."""
+
+    cpus: float
+    gpus: float
+
+
+def process_environment(cpus: int, gpus: int) -> dict[str, str]:
+    """The environment of a process of the run: threads as many as cores, nothing from a model hub, quiet."""
+    # On CPUs vLLM would compile two sampling kernels with g++ for 14 s, to no measurable gain.
+    without_compiler = {} if gpus else {"TORCH_COMPILE_DISABLE": "1"}
+    return without_compiler | {
+        processes.WATCH_PARENT_VARIABLE: "1",
+        "OMP_NUM_THREADS": str(cpus),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def bundles(config: RunConfig) -> list[Bundle]:
+    """The learner first, then the actors."""
+    actor = config.actors
+    return [
+        Bundle("learner", config.learner.cpus, config.learner.gpus),
+        *(Bundle(f"actor {i}", actor.cpus, actor.gpus) for i in range(actor.count)),
+    ]
+
+
+def check_room(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> None:
+    """See that every bundle fits on a node, first come first served.
+
+    Raises:
+        PlacementError: names the first bundle that has no room.
+    """
+    free = list(nodes)
+    for index, bundle in enumerate(wanted):
+        fits = [i for i, n in enumerate(free) if n.cpus >= bundle.cpus and n.gpus >= bundle.gpus]
+        if not fits:
+            cpus, gpus = sum(n.cpus for n in nodes), sum(n.gpus for n in nodes)
+            placed = ", ".join(map(str, wanted[:index])) or "nothing"
+            raise PlacementError(
+                f"no room for bundle {index}, {bundle}: there are {cpus:g} CPUs and {gpus:g} GPUs on {len(nodes)} "
+                f"node(s), taken by {placed}; lower actors.count, actors.cpus or learner.cpus, or add nodes"
+            )
+        # What needs no GPU goes where there are fewest.
+        fit = min(fits, key=lambda i: free[i].gpus)
+        free[fit] = Node(free[fit].cpus - bundle.cpus, free[fit].gpus - bundle.gpus)
+
+
+class Cluster:
+    """A connection to Ray with a reserved place for each bundle. Made by `connect`."""
+
+    def __init__(self, group: Any, cores: list[list[int]] | None) -> None:
+        self._group, self._cores = group, cores
+
+    def hosts(self) -> list[str]:
+        """The address of each bundle's node."""
+        import ray
+
+        nodes: dict[int, str] = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+        return [addresses[nodes[index]] for index in sorted(nodes)]
+
+    def cores(self, index: int) -> list[int] | None:
+        """The cores of the bundle's process; None leaves the choice to the system."""
+        return self._cores[index] if self._cores else None
+
+    def spawn(self, cls: type, bundle: Bundle, index: int, *args: Any, beside: str | None = None) -> Any:
+        """Make a Ray actor of `cls(*args)` in the place reserved for bundle `index`.
+
+        Args:
+            beside: a group of calls, named so by `.options(concurrency_group=...)`, that run one after the other in a
+                thread of their own, beside the rest.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        remote = ray.remote(concurrency_groups={beside: 1})(cls) if beside else ray.remote(cls)
+        options = remote.options(
+            num_cpus=bundle.cpus,
+            num_gpus=bundle.gpus,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": process_environment(bundle.cpus, bundle.gpus)},
+        )
+        return options.remote(*args)
+
+
+@contextmanager
+def connect(config: RunConfig) -> Iterator[Cluster]:
+    """Start or join Ray, reserve room for the run, and leave nothing behind.
+
+    Raises:
+        UnavailableError: no Ray cluster answers at `run.ray_address`.
+        PlacementError: no room, told within `run.placement_timeout_s` seconds.
+    """
+    wanted, local = bundles(config), config.run.ray_address == "local"
+    cores = processes.usable_cores()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray would run its workers at niceness 15: any other program of the user would starve the run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    import ray
+
+    before = processes.descendants()
+    where = "a new one here" if local else f"run.ray_address {config.run.ray_address!r}"
+    started_here = {"num_cpus": len(cores), "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    try:
+        try:
+            ray.init(
+                address=config.run.ray_address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **(started_here if local else {}),
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UnavailableError(f"no Ray cluster at {where}: {error}") from error
+        group = _reserve(wanted, config.run.placement_timeout_s)
+        shares = processes.share_cores([b.cpus for b in wanted], cores) if local and config.run.pin_cores else None
+        yield Cluster(group, shares)
+        ray.util.remove_placement_group(group)
+    finally:
+        with processes.interrupts_blocked():
+            ours = processes.descendants() - before
+            ray.shutdown()
+            # Ray ends its own processes; what those had started (engines, reward workers) may outlive them.
+            processes.end(ours, grace_s=1.0)
+
+
+async def call(answer: Awaitable[Any], reason: str, timeout_s: float) -> Any:
+    """Await a Ray call under a deadline, with the callee's own error where it raised one of ours.
+
+    Raises:
+        DeadlineExceeded: no answer in time.
+        ProcessDied: the process died.
+        RunFailed: it raised an error that is not ours.
+    """
+    import ray
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, CounterflowError):
+            raise cause from error
+        raise RunFailed(f"while waiting for {reason}: {type(cause).__name__}: {cause}") from error
+    except ray.exceptions.RayError as error:
+        raise ProcessDied(f"while waiting for {reason}: its process died ({_last_line(error)})") from error
+    except TimeoutError as error:
+        raise DeadlineExceeded("the supervisor", reason, timeout_s) from error
+
+
+def as_failure(group: BaseExceptionGroup[Any]) -> CounterflowError:
+    """The first error of a group, as one that says that the run failed."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, CounterflowError) and not isinstance(error, UnavailableError):
+        return error
+    failure = RunFailed(str(error) if isinstance(error, CounterflowError) else f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _reserve(wanted: Sequence[Bundle], timeout_s: float) -> Any:
+    import ray
+
+    nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+    check_room(wanted, [Node(n.get("CPU", 0), n.get("GPU", 0)) for n in nodes])
+    group = ray.util.placement_group([{"CPU": b.cpus, **({"GPU": b.gpus} if b.gpus else {})} for b in wanted])
+    if not group.wait(timeout_s):
+        available = ray.available_resources()
+        ray.util.remove_placement_group(group)
+        free = Node(available.get("CPU", 0), available.get("GPU", 0))
+        check_room(wanted, [free])
+        raise PlacementError(
+            f"Ray placed none of {', '.join(map(str, wanted))} within {timeout_s:g} s, with {free.cpus:g} CPUs and "
+            f"{free.gpus:g} GPUs free: see `ray status`"
+        )
+    return group

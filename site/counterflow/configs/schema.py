@@ -1,0 +1,425 @@
+"""What a run can be told: one pydantic model a section, a sentence a key. Data only: no logic but bounds.
+
+Unknown keys are refused. `counterflow.configs.load` reads YAML and overrides into a `RunConfig`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A section of the configuration: frozen, strict about names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="Name of the run; its folder is `folder`/`name`."
+    )
+    folder: Path = Field(Path("runs"), description="Where run folders are made.")
+    steps: int = Field(100, ge=1, description="Optimizer steps to take.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of the prompt order, of sampling and of the learner.")
+    overwrite: bool = Field(False, description="Replace a run folder of this name instead of refusing to start.")
+    ray_address: str = Field(
+        "local", description="Ray cluster to run on: `local` starts one for this run, `auto` joins the one here."
+    )
+    placement_timeout_s: PositiveSeconds = Field(
+        30.0, description="Longest wait, in seconds, for Ray to place the actors and the learner."
+    )
+    start_timeout_s: PositiveSeconds = Field(
+        300.0, description="Longest wait, in seconds, for an engine or the learner to start."
+    )
+    step_timeout_s: PositiveSeconds = Field(
+        600.0, description="Longest wait, in seconds, for one step or one evaluation."
+    )
+    pin_cores: bool = Field(True, description="On a local CPU run, give each actor and the learner cores of their own.")
+
+
+class ModelSection(Section):
+    """The policy and its frozen reference."""
+
+    path: Path = Field(Path(".cache/models/sums"), description="Folder with a Hugging Face model and its tokenizer.")
+    context_length: int = Field(
+        2048, ge=2, description="Most tokens of prompt and response together. Absent: fewer where the model has fewer."
+    )
+    trust_remote_code: bool = Field(False, description="Let the model folder run code of its own.")
+
+
+class TaskSection(Section):
+    """Where prompts and answers come from."""
+
+    kind: Literal["jsonl", "reasoning_gym"] = Field(
+        "jsonl",
+        description="`jsonl`: a file with `prompt` and `answer` a line. `reasoning_gym`: a task of that library.",
+    )
+    path: Path | None = Field(None, description="`jsonl`: the training file.")
+    heldout_path: Path | None = Field(
+        None,
+        description="`jsonl`: the held-out file. Absent: `evaluation.prompts` lines of `path`, chosen by `run.seed`.",
+    )
+    name: str | None = Field(None, description="`reasoning_gym`: the task's name, as `letter_counting`.")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="`reasoning_gym`: the task's own parameters.")
+    size: int = Field(10_000, ge=1, description="`reasoning_gym`: how many different prompts to train on.")
+    chat: bool | None = Field(
+        None, description="Wrap text prompts as a user's chat message. Absent: where the tokenizer has a chat template."
+    )
+    system_prompt: str | None = Field(None, description="System message put before every chat prompt.")
+    overlong: Literal["refuse", "drop"] = Field(
+        "refuse",
+        description="A prompt that leaves no room for a response: refuse to start, or drop it and say how many.",
+    )
+
+
+class RewardSection(Section):
+    """How a response is scored."""
+
+    name: str = Field(
+        "exact", description="`exact`, `math_verify`, `reasoning_gym`, or your own as `package.module:function`."
+    )
+    timeout_s: PositiveSeconds = Field(
+        10.0, description="Deadline of one sample's reward, in seconds; past it the sample is failed."
+    )
+    workers: int = Field(1, ge=1, description="Processes that compute rewards, for each actor.")
+    memory_bytes: int = Field(4 << 30, ge=1 << 28, description="Address space of one reward process, in bytes.")
+    shuffle: bool = Field(
+        False, description="Permute the rewards within each group: a control that must not learn anything."
+    )
+
+
+class SamplingSection(Section):
+    """How responses are sampled in training. Evaluation is greedy."""
+
+    temperature: float = Field(
+        1.0, gt=0, le=10, description="Sampling temperature; the learner's log-probs use it too."
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass. Below 1 the importance weights are biased.")
+    top_k: int = Field(
+        0, ge=0, description="Most likely tokens kept; 0 keeps all. Above 0 the importance weights are biased."
+    )
+    max_tokens: int = Field(64, ge=1, description="Longest response, in tokens.")
+    stop: list[Text] = Field(default_factory=list, description="Texts that end a response.")
+
+
+class AdmissionSection(Section):
+    """Which groups may start, and how stale they may become."""
+
+    groups_per_step: int = Field(32, ge=1, description="B: groups trained by one optimizer step.")
+    samples_per_group: int = Field(8, ge=2, description="G: responses sampled for one prompt; a baseline needs two.")
+    max_lag: float = Field(
+        4,
+        ge=0,
+        description="Group n may start only when floor(n/B) <= version + max_lag. 0 is synchronous, `inf` unbounded.",
+    )
+    lease_s: PositiveSeconds = Field(
+        300.0, description="A group not back this many seconds after its admission is given out again."
+    )
+    attempts: int = Field(3, ge=1, description="How often a group is tried before it is dropped as poison.")
+
+    @field_validator("max_lag")
+    @classmethod
+    def whole_lag(cls, value: float) -> float:
+        if value != float("inf") and value != int(value):
+            raise ValueError("it counts versions: a whole number, or inf")
+        return value
+
+
+class ActorsSection(Section):
+    """The rollout actors and their vLLM engines."""
+
+    count: int = Field(1, ge=1, description="Rollout actors, each with an engine of its own.")
+    cpus: int = Field(1, ge=1, description="CPU cores of one actor.")
+    gpus: int = Field(0, ge=0, description="GPUs of one actor; more than one means tensor parallelism.")
+    groups_in_flight: int = Field(64, ge=1, description="Most groups that one actor generates at once.")
+    max_restarts: int = Field(
+        3, ge=0, description="How often, in a run, an actor that died or got no weights is replaced by a new one."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision of the engine.")
+    kv_cache_bytes: int | None = Field(
+        256 << 20,
+        ge=1 << 20,
+        description="Key-value cache of one engine, in bytes. null: let vLLM size it (GPUs only).",
+    )
+    gpu_memory_share: float = Field(0.85, gt=0, le=1, description="Share of a GPU's memory that its engine may take.")
+    enforce_eager: bool = Field(True, description="Run the engine without compilation or CUDA graphs.")
+
+
+class BufferSection(Section):
+    """The stream of trajectories."""
+
+    url: str | None = Field(
+        None,
+        description="Redis 7+ or Valkey 8+ URL, without a password. Absent: a server embedded in the run. "
+        "User and password come from COUNTERFLOW_REDIS_USERNAME and COUNTERFLOW_REDIS_PASSWORD (or "
+        "COUNTERFLOW_REDIS_PASSWORD_FILE), certificates from COUNTERFLOW_REDIS_{CA,CERT,KEY}_FILE.",
+    )
+    capacity_groups: int = Field(
+        4096, ge=1, description="Groups, those being generated included, at which admission pauses."
+    )
+    capacity_bytes: int = Field(
+        4 << 30, ge=1, description="Bytes of groups, those being generated estimated, at which admission pauses."
+    )
+    order: Literal["admission", "ready", "freshest"] = Field(
+        "admission",
+        description="Which groups make a batch: the next by `admission` number, those that are `ready` first, or those "
+        "with the `freshest` tokens. The last two drop groups past admission.max_lag as stale.",
+    )
+    uses: int = Field(1, ge=1, description="Steps that train each group; each use counts its own lag.")
+    drop_equal_rewards: bool = Field(
+        False, description="Drop groups whose task rewards are all equal; other groups are generated in their place."
+    )
+    connect_timeout_s: PositiveSeconds = Field(5.0, description="Longest wait, in seconds, for the server to answer.")
+    outage_timeout_s: PositiveSeconds = Field(
+        30.0, description="Longest wait, in seconds, for a server that went away, or is full, to come back."
+    )
+    archive_segment_bytes: int = Field(
+        64 << 20, ge=1 << 10, description="Size, in bytes, at which the archive of trained groups begins a new segment."
+    )
+
+
+class KLSection(Section):
+    """The pull towards the reference."""
+
+    beta: float = Field(0.001, ge=0, le=1e6, description="Strength of the KL term; 0 leaves it out.")
+    estimator: Literal["k1", "k2", "k3", "rao_blackwell"] = Field(
+        "k1",
+        description="KL estimator per token: k1 = log pi - log ref, k2 = k1^2/2, k3 = ref/pi - 1 + k1, or "
+        "rao_blackwell, the KL of the whole vocabulary at the token's context.",
+    )
+    placement: Literal["reward", "loss", "both"] = Field(
+        "reward",
+        description="Where the estimator sits: in the `reward`, where k1 is unbiased on data of pi itself or with the "
+        "right weights; in the `loss`, which differentiates it; or in `both`.",
+    )
+    reward_to_go: bool = Field(
+        True, description="Charge a token for its own and later tokens' KL; false: for that of its whole response."
+    )
+    reward_weight: Literal["importance", "none", "token", "prefix", "per_decision", "sequence", "geometric"] = Field(
+        "importance",
+        description="Weight of the KL in the reward: `importance` shares that of the task's reward; `per_decision` and "
+        "`sequence` are exact off-policy for k1 with cap inf; `none`, `token`, `prefix` and `geometric` are not.",
+    )
+    loss_weight: Literal["none", "token", "prefix", "sequence"] = Field(
+        "none",
+        description="Weight of the KL in the loss: none, or the ratio pi/mu of the token, so far, or of the response.",
+    )
+    differentiate_weight: bool = Field(True, description="Let the gradient pass through the KL's weight in the loss.")
+    cap: float = Field(
+        float("inf"),
+        gt=0,
+        description="Upper bound of the KL's own weights, in reward and loss; `inf` does not truncate.",
+    )
+    schedule: Literal["fixed", "linear", "adaptive"] = Field(
+        "fixed", description="beta over the run: `fixed`, `linear` from beta to beta_end, `adaptive` towards target."
+    )
+    beta_end: float = Field(0.0, ge=0, le=1e6, description="`linear`: beta after schedule_steps.")
+    schedule_steps: int = Field(100, ge=1, description="`linear`: steps from beta to beta_end.")
+    target: float = Field(
+        0.01, gt=0, allow_inf_nan=False, description="`adaptive`: KL(pi || ref) to hold, in nats per token."
+    )
+    horizon_steps: float = Field(
+        10.0, ge=1, allow_inf_nan=False, description="`adaptive`: beta changes by at most 20 % / this at a step."
+    )
+
+
+class ImportanceSection(Section):
+    """The correction from the behaviour to the current policy."""
+
+    correction: Literal[
+        "none",
+        "importance",
+        "truncated",
+        "masked",
+        "ppo",
+        "decoupled_ppo",
+        "cispo",
+        "gspo",
+        "topr",
+        "m2po",
+        "sequence_mask",
+        "vtrace",
+    ] = Field(
+        "truncated",
+        description="`truncated`: weights min(ratio, cap). `none`: no weights. `importance`: uncapped. `masked`: 0 "
+        "outside floor and cap (IcePop). `ppo`: clipped. `decoupled_ppo`: min(prox/mu, cap) and a clip on pi/prox. "
+        "`cispo`: clipped weights. `gspo`: clipped ratio of the response. `topr`: capped on negative advantages only. "
+        "`m2po`: masked by second moment. `sequence_mask`: ppo without far negative responses (DeepSeek-V3.2). "
+        "`vtrace`: cap on the token's ratio, trace_cap on later ones.",
+    )
+    level: Literal["token", "prefix", "sequence", "geometric"] = Field(
+        "token",
+        description="Ratio that `importance`, `truncated` and `masked` use: of one token, of the response so far, of "
+        "the whole response, or the geometric mean over it.",
+    )
+    cap: float = Field(2.0, gt=0, description="Upper bound of a weight; `inf` does not truncate.")
+    floor: float = Field(0.5, ge=0, le=1, description="`masked`: weights below it become 0.")
+    clip_low: float = Field(
+        0.2, ge=0, le=1, description="`ppo`, `cispo`, `gspo`, `sequence_mask`: ratios count down to 1 - this."
+    )
+    clip_high: float = Field(0.2, ge=0, description="The same: ratios count up to 1 + this.")
+    trace_cap: float = Field(1.0, gt=0, description="`vtrace`: upper bound of the ratios of later tokens.")
+    second_moment: float = Field(
+        0.04, gt=0, description="`m2po`: the furthest tokens are masked until the mean of log^2 ratio is at most this."
+    )
+    divergence: float = Field(
+        0.1, ge=0, description="`sequence_mask`: mean log(mu/pi) past which a negative response is masked, in nats."
+    )
+    scale_learning_rate: bool = Field(
+        False, description="Multiply the learning rate by sqrt(ESS/N) of the step's whole-response weights (VCPO)."
+    )
+
+
+class ObjectiveSection(Section):
+    """What the learner maximises: E[R] - beta KL(pi || ref)."""
+
+    kl: KLSection = Field(default_factory=KLSection, description="The pull towards the reference.")
+    importance: ImportanceSection = Field(default_factory=ImportanceSection, description="The off-policy correction.")
+    advantage: Literal["rloo", "group_mean", "group_std", "plain"] = Field(
+        "rloo",
+        description="Baseline: `rloo`, the mean of the group's other samples; `group_mean`, itself included, which "
+        "biases a KL in the reward; `group_std`, that over the group's spread of task rewards; `plain`, `baseline`.",
+    )
+    baseline: float = Field(0.0, allow_inf_nan=False, description="`plain`: what is taken from every task reward.")
+    reduction: Literal["constant", "sequence_mean", "token_mean"] = Field(
+        "constant",
+        description="The sum over tokens is divided by a `constant`; `sequence_mean` (by each response's length) and "
+        "`token_mean` (by the step's tokens) are biased.",
+    )
+    length_constant: int | None = Field(
+        None, ge=1, description="`constant`: divides by sequences x this. Absent: `sampling.max_tokens`."
+    )
+    strict_kl: bool = Field(
+        False, description="Refuse to start where the expected gradient of the KL term is not that of KL(pi || ref)."
+    )
+
+
+class LearnerSection(Section):
+    """The optimizer and its process."""
+
+    cpus: int = Field(1, ge=1, description="CPU cores of the learner.")
+    gpus: int = Field(0, ge=0, le=1, description="GPUs of the learner.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Precision of forward and backward; master weights are float32."
+    )
+    lr: float = Field(1e-6, gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises linearly.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's moment decays.")
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this; `inf` does not clip.")
+    microbatch_tokens: int = Field(
+        16_384, ge=1, description="Most padded tokens in one forward; a group is never split."
+    )
+
+
+class WeightSyncSection(Section):
+    """The way of the weights back to the actors."""
+
+    transport: Literal["auto", "shared_memory", "gloo", "nccl", "disk"] = Field(
+        "auto",
+        description="How weights travel: `shared_memory` on one host, broadcast by `gloo` or, between GPUs, `nccl`, "
+        "or files on a `disk` that all hosts see. `auto`: nccl where learner and actors have GPUs, else shared memory "
+        "where all are on one host, else gloo.",
+    )
+    in_flight: Literal["keep", "wait", "abort"] = Field(
+        "keep",
+        description="What an update does to responses that are being sampled: `keep` goes on with them under the new "
+        "weights, `wait` lets them end first, `abort` samples them again from the start.",
+    )
+    recompute: bool = Field(
+        True,
+        description="Whether kept responses recompute their key-value cache under the new weights; else they attend to "
+        "what older weights made. New responses never do.",
+    )
+    timeout_s: PositiveSeconds = Field(
+        120.0, description="Longest wait, in seconds, for one version to arrive at every actor."
+    )
+    bucket_bytes: int = Field(
+        64 << 20, ge=1 << 10, description="The most that a broadcast sends at once; two such buckets are held."
+    )
+    host: str | None = Field(
+        None,
+        description="Address at which actors on other hosts reach the learner. Absent: loopback on one host, else the "
+        "learner's address on Ray.",
+    )
+    folder: Path | None = Field(
+        None,
+        description="Where `disk` writes versions: a folder that all hosts see. Absent: `weights` in the run folder.",
+    )
+
+
+class EvaluationSection(Section):
+    """The held-out set, decoded greedily at one policy version."""
+
+    prompts: int = Field(512, ge=1, description="Held-out prompts.")
+    every: int = Field(25, ge=0, description="Steps between evaluations; 0 evaluates before and after only.")
+    success: float = Field(1.0, allow_inf_nan=False, description="Smallest reward that counts as a success.")
+
+
+class MetricsSection(Section):
+    """Prometheus metrics."""
+
+    host: str = Field("127.0.0.1", description="Address the metrics server binds to.")
+    port: int = Field(0, ge=0, le=65_535, description="Its port; 0 takes a free one. It is printed at the start.")
+
+
+class RunConfig(Section):
+    """Everything a run can be told."""
+
+    run: RunSection = Field(default_factory=RunSection, description="The run as a whole.")
+    model: ModelSection = Field(default_factory=ModelSection, description="The policy and its frozen reference.")
+    task: TaskSection = Field(default_factory=TaskSection, description="Where prompts and answers come from.")
+    reward: RewardSection = Field(default_factory=RewardSection, description="How a response is scored.")
+    sampling: SamplingSection = Field(default_factory=SamplingSection, description="How responses are sampled.")
+    admission: AdmissionSection = Field(default_factory=AdmissionSection, description="Which groups may start.")
+    actors: ActorsSection = Field(default_factory=ActorsSection, description="The rollout actors.")
+    buffer: BufferSection = Field(default_factory=BufferSection, description="The stream of trajectories.")
+    objective: ObjectiveSection = Field(default_factory=ObjectiveSection, description="What the learner maximises.")
+    learner: LearnerSection = Field(default_factory=LearnerSection, description="The optimizer and its process.")
+    weight_sync: WeightSyncSection = Field(
+        default_factory=WeightSyncSection, description="The way of the weights back."
+    )
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection, description="The held-out set.")
+    metrics: MetricsSection = Field(default_factory=MetricsSection, description="Prometheus metrics.")
+
+    @model_validator(mode="after")
+    def room_for_a_step(self) -> Self:
+        capacity, needed = self.buffer.capacity_groups, self.admission.groups_per_step
+        if capacity < needed:
+            raise ValueError(
+                f"buffer.capacity_groups={capacity} is below admission.groups_per_step={needed}, so that no step could "
+                f"ever be filled: raise the first to {needed} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def room_for_uses(self) -> Self:
+        if self.buffer.uses > 1 and self.buffer.order != "admission":
+            raise ValueError(
+                f"buffer.uses={self.buffer.uses} with buffer.order={self.buffer.order}: a group might become stale "
+                "between two uses, use buffer.order=admission"
+            )
+        if self.admission.max_lag < self.buffer.uses - 1:
+            raise ValueError(
+                f"admission.max_lag={self.admission.max_lag:g} is too low for buffer.uses={self.buffer.uses}: the last "
+                f"use of a group comes {self.buffer.uses - 1} versions after the first, raise it to that or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def bounded_memory(self) -> Self:
+        if self.actors.kv_cache_bytes is None and self.actors.gpus == 0:
+            raise ValueError(
+                "actors.kv_cache_bytes=null lets vLLM take nearly all memory of the machine while actors.gpus=0: give "
+                "a number of bytes, such as 268435456"
+            )
+        return self

@@ -1,0 +1,154 @@
+"""The actors of a run: started, made receivers of weights, watched, and replaced when they die.
+
+Handles of Ray actors are held here and nowhere else. Lives in the supervisor's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from counterflow.actors.rollout import ActorState
+from counterflow.cluster import call
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import DeadlineExceeded, ProcessDied, RunFailed, WeightSyncError, first_line
+from counterflow.telemetry import Telemetry
+from counterflow.weight_sync.delivery import Delivery, Load
+from counterflow.weight_sync.layout import Layout
+from counterflow.weight_sync.publisher import Shipment
+
+_ANSWER_TIMEOUT_S = 60.0
+
+
+class Fleet:
+    """All actors of a run.
+
+    Args:
+        spawn: makes the process of the i-th actor, in its place on the cluster.
+    """
+
+    def __init__(self, config: RunConfig, spawn: Callable[[int], Any], telemetry: Telemetry) -> None:
+        self._config, self._spawn, self._telemetry = config, spawn, telemetry
+        self._handles: dict[int, Any] = {}
+        self._serving: set[int] = set()
+        self._replacing: dict[int, asyncio.Task[None]] = {}
+        self._restarts, self._begun = 0, False
+        self._delivery: Delivery
+        self._layout: Layout
+
+    async def start(self, layout: Layout, delivery: Delivery) -> None:
+        """Start every actor and make it a receiver.
+
+        Raises:
+            RunFailed, DeadlineExceeded, ConfigError: one did not start; before the run, none is replaced.
+        """
+        self._layout, self._delivery = layout, delivery
+        await asyncio.gather(*(self._start(i) for i in range(self._config.actors.count)))
+
+    async def begin(self) -> None:
+        """Have every actor begin to generate."""
+        self._begun = True
+        await asyncio.gather(*(self._begin(i) for i in self._serving))
+
+    def given_up(self, actor: str, error: Exception) -> None:
+        """An actor could not be brought a version: replace it."""
+        self.replace(int(actor.removeprefix("actor ")), error)
+
+    def replace(self, index: int, error: Exception) -> None:
+        """Put another process in the place of the actor, unless that is being done."""
+        if index in self._replacing and not self._replacing[index].done():
+            return
+        self._serving.discard(index)
+        self._delivery.leave(f"actor {index}")
+        self._replacing[index] = asyncio.create_task(self._replace(index, error))
+
+    async def check(self) -> None:
+        """Raise why an actor could not be replaced, if that happened."""
+        for index, task in list(self._replacing.items()):
+            if task.done():
+                del self._replacing[index]
+                task.result()
+
+    async def states(self) -> list[ActorState]:
+        """How the living actors are doing; one that died is replaced.
+
+        Raises:
+            CounterflowError: what an actor ended with, where another would end with it too.
+        """
+        return [state for _, state in await self.ask(lambda _, actor: actor.state.remote(), "to say how it is")]
+
+    async def ask(
+        self, question: Callable[[int, Any], Awaitable[Any]], what: str, timeout_s: float = _ANSWER_TIMEOUT_S
+    ) -> list[tuple[int, Any]]:
+        """Ask all serving actors the same; their answers, by actor. One that dies of it is replaced and left out."""
+        asked = sorted(self._serving)
+        answers = await asyncio.gather(
+            *(call(question(i, self._handles[i]), f"actor {i} {what}", timeout_s) for i in asked),
+            return_exceptions=True,
+        )
+        found = []
+        for index, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, ProcessDied):
+                self.replace(index, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found.append((index, answer))
+        return found
+
+    @property
+    def serving(self) -> list[int]:
+        """The actors that serve a version."""
+        return sorted(self._serving)
+
+    def goodbyes(self) -> list[Any]:
+        """Ask every actor to stop; returns what Ray waits on."""
+        return [handle.stop.remote() for handle in self._handles.values()]
+
+    async def close(self) -> None:
+        """Replace no more."""
+        for task in self._replacing.values():
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+    async def _replace(self, index: int, error: Exception) -> None:
+        import ray
+
+        while True:
+            self._restarts += 1
+            if self._restarts > self._config.actors.max_restarts:
+                raise RunFailed(f"actor {index} was lost, after actors.max_restarts replacements: {error}") from error
+            self._telemetry.event("actor_lost", actor=index, error=first_line(error))
+            self._telemetry.note(f"actor {index} is replaced ({first_line(error)})")
+            ray.kill(self._handles[index], no_restart=True)
+            try:
+                await self._start(index)
+                if self._begun:
+                    await self._begin(index)
+            except (ProcessDied, WeightSyncError, DeadlineExceeded) as again:
+                error = again
+                continue
+            self._telemetry.note(f"actor {index} serves again, version {self._delivery.served}")
+            return
+
+    async def _start(self, index: int) -> None:
+        self._handles[index] = actor = self._spawn(index)
+        reason = f"actor {index} to start its engine"
+        await call(actor.start.remote(self._layout), reason, self._config.run.start_timeout_s)
+        await self._delivery.join(f"actor {index}", self._load_on(index, actor))
+        self._serving.add(index)
+
+    async def _begin(self, index: int) -> None:
+        await call(self._handles[index].begin.remote(), f"actor {index} to begin", _ANSWER_TIMEOUT_S)
+
+    def _load_on(self, index: int, actor: Any) -> Load:
+        async def load(shipment: Shipment) -> int:
+            reason = f"policy version {shipment.version} to arrive at actor {index}"
+            version: int = await call(actor.update_weights.remote(shipment), reason, self._config.weight_sync.timeout_s)
+            self._telemetry.event("version_served", policy_version=version, actor=index)
+            return version
+
+        return load

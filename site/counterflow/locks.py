@@ -1,0 +1,26 @@
+"""Files that one process at a time holds."""
+
+from __future__ import annotations
+
+import fcntl
+from io import FileIO
+from pathlib import Path
+
+
+def hold(path: Path) -> FileIO | None:
+    """Hold a file, made if absent, until it is closed or this process ends; None while another process holds it.
+
+    Where the file system knows no locks everyone gets it: whoever starts runs must see that there is one a folder.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    file = FileIO(path, "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError:
+        pass
+    return file

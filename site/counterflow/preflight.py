@@ -1,0 +1,231 @@
+"""Everything that can be refused before anything starts: model, task, reward, buffer, room, run folder.
+
+A `RunConfig` flows in; warnings and the run's `Origin` flow out, or one clear error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from counterflow.actors.rewards import resolve_reward
+from counterflow.actors.tasks import TaskSet, load_task
+from counterflow.buffer.connection import Address
+from counterflow.buffer.fitness import check_server
+from counterflow.buffer.trajectory import Origin
+from counterflow.cluster import Node, bundles, check_room
+from counterflow.configs import dump
+from counterflow.configs.schema import ModelSection, RunConfig
+from counterflow.errors import ConfigError, first_line
+from counterflow.learner.objective_choice import check_objective
+from counterflow.locks import hold
+from counterflow.models import MODELS
+from counterflow.processes import usable_cores
+
+_LOCK = ".lock"
+
+_LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""What models of several families do to their logits behind the output layer, where the learner reads them."""
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The configuration with what its user left to the model: a context that is no longer than the model's own.
+
+    Raises:
+        ConfigError: `model.path` holds no model.
+    """
+    longest = _longest_context(_read_model_config(config.model))
+    if "context_length" in config.model.model_fields_set or not longest or config.model.context_length <= longest:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"context_length": longest})})
+
+
+def check(config: RunConfig) -> tuple[Origin, TaskSet, list[str]]:
+    """See that the run can start; returns its origin, its prompts and warnings worth printing.
+
+    Raises:
+        ConfigError: the configuration, or a file it names, cannot be used.
+        UnavailableError: the buffer's server, or room for the processes, is missing.
+    """
+    folder = run_folder(config)
+    with _naming_run_folder(config):
+        if folder.exists() and not config.run.overwrite:
+            raise FileExistsError
+        _refuse_living(folder)
+    if config.run.ray_address == "local":
+        check_room(bundles(config), [Node(len(usable_cores()), _gpus())])
+    _check_model(config.model)
+    resolve_reward(config)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+        )
+    except Exception as error:  # tokenizers raises the base class itself
+        raise ConfigError(
+            f"model.path {config.model.path} holds no tokenizer that loads ({first_line(error)}): copy the model again"
+        ) from error
+    task = load_task(config, tokenizer)
+    warnings = check_objective(config).warnings + _warnings(config, task)
+    if config.buffer.url:
+        warnings += check_server(Address(config.buffer.url, config.buffer.connect_timeout_s))
+    return _origin(config), task, warnings
+
+
+def run_folder(config: RunConfig) -> Path:
+    """Where the run leaves what it makes."""
+    return config.run.folder / config.run.name
+
+
+def make_run_folder(config: RunConfig) -> Path:
+    """Make the run folder, with the resolved configuration in it; an older run goes only if the user said so.
+
+    Raises:
+        ConfigError: the folder is there, or cannot be made.
+    """
+    folder = run_folder(config)
+    with _naming_run_folder(config):
+        _refuse_living(folder)
+        if folder.exists() and config.run.overwrite:
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    return folder
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """While the context is open, or this process lives, nobody overwrites the run folder."""
+    with hold(folder / _LOCK) or nullcontext():
+        yield
+
+
+def _refuse_living(folder: Path) -> None:
+    if not (folder / _LOCK).exists():
+        return
+    lock = hold(folder / _LOCK)
+    if lock is None:
+        raise ConfigError(
+            f"run folder {folder} belongs to a run that is still going on: choose another run.name, or end that run"
+        )
+    lock.close()
+
+
+@contextmanager
+def _naming_run_folder(config: RunConfig) -> Iterator[None]:
+    folder = run_folder(config)
+    try:
+        yield
+    except FileExistsError as error:
+        if folder.exists():
+            raise ConfigError(
+                f"run folder {folder} exists: choose another run.name, or set run.overwrite=true"
+            ) from error
+        raise ConfigError(f"run.folder {config.run.folder} is not a folder: choose another run.folder") from error
+    except OSError as error:
+        raise ConfigError(
+            f"run.folder {config.run.folder}: {folder} cannot be made ({error.strerror or error}): choose a run.folder "
+            "that you may write to"
+        ) from error
+
+
+def _check_model(model: ModelSection) -> None:
+    config = _read_model_config(model)
+    if not any(next(model.path.glob(pattern), None) for pattern in ("*.safetensors", "pytorch_model*.bin")):
+        raise ConfigError(
+            f"model.path {model.path} holds no weights (no *.safetensors or pytorch_model*.bin there): copy the model "
+            "again"
+        )
+    longest = _longest_context(config)
+    if longest and model.context_length > longest:
+        raise ConfigError(
+            f"model.context_length={model.context_length} is more than the {longest} positions of the model in "
+            f"{model.path}: lower it to {longest} or less"
+        )
+    for name in _LOGIT_SCALES:
+        if getattr(config, name, None) not in (None, 1):
+            raise ConfigError(
+                f"model.path {model.path}: its config.json has {name}={getattr(config, name)}, which the learner's "
+                "log-probs would leave out: choose a model without it"
+            )
+
+
+def _read_model_config(model: ModelSection) -> Any:
+    """What transformers makes of `config.json`, the part about text."""
+    path = model.path
+    try:
+        json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        known = next((name for name in MODELS if path.name == name), None)
+        remedy = f"make it with `counterflow model {known} {path}`" if known else "check the path"
+        raise ConfigError(
+            f"model.path {path} is not a Hugging Face model folder (no config.json there): {remedy}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path {path}: its config.json cannot be read ({first_line(error)}): copy the model again"
+        ) from error
+    try:
+        return AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=model.trust_remote_code
+        ).get_text_config()
+    except Exception as error:  # a model may bring code of its own
+        raise ConfigError(
+            f"model.path {path}: transformers cannot use its config.json ({first_line(error)}): copy the model again, "
+            "or set model.trust_remote_code=true if it brings code that you trust"
+        ) from error
+
+
+def _longest_context(model_config: Any) -> int | None:
+    """Positions the model was made for, as vLLM counts them; None where it does not say."""
+    positions = getattr(model_config, "max_position_embeddings", None)
+    rope = getattr(model_config, "rope_parameters", None) or {}
+    if positions and rope.get("rope_type") in ("linear", "dynamic"):
+        return int(positions * (rope.get("factor") or 1))
+    return positions
+
+
+def _origin(config: RunConfig) -> Origin:
+    return Origin(
+        run_id=f"{config.run.name}-{secrets.token_hex(4)}",
+        model_fingerprint=_fingerprint(
+            config.model.path, ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+        ),
+        tokenizer_fingerprint=_fingerprint(
+            config.model.path, ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "*.model")
+        ),
+        sampling=json.dumps(config.sampling.model_dump(), sort_keys=True),
+    )
+
+
+def _fingerprint(folder: Path, patterns: tuple[str, ...]) -> str:
+    """The first 16 hex digits of a SHA-256 over name, size and first mebibyte of each matching file, by path.
+
+    What differs only past the first mebibyte of a file of the same size is not told apart.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(p for pattern in patterns for p in folder.glob(pattern)):
+        digest.update(f"{path.name}:{path.stat().st_size}:".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+    return digest.hexdigest()[:16]
+
+
+def _warnings(config: RunConfig, task: TaskSet) -> list[str]:
+    warnings = []
+    if task.overlong:
+        warnings.append(f"{task.overlong} prompts were too long for model.context_length and dropped")
+    return warnings
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,279 @@
+"""A run, built and supervised: the server, Ray, the actors and the learner, from the first check to the report.
+
+The supervisor drives the learner step by step, has each version delivered to the actors, and watches them all;
+trajectories flow past it, through the buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from counterflow import preflight
+from counterflow.actors.rollout import RolloutActor
+from counterflow.actors.tasks import TaskSet
+from counterflow.buffer.connection import Address, discover
+from counterflow.buffer.server import EmbeddedServer
+from counterflow.buffer.store import finish, forget, read_ledger
+from counterflow.buffer.trajectory import Origin
+from counterflow.cluster import Cluster, as_failure, bundles, call, connect
+from counterflow.configs.schema import RunConfig
+from counterflow.display import Display
+from counterflow.drops import DropWatch
+from counterflow.errors import BufferUnavailable
+from counterflow.fleet import Fleet
+from counterflow.learner.learner import Learner, StepResult
+from counterflow.learner.objective_choice import check_objective
+from counterflow.metrics import Metrics
+from counterflow.place import Place, write_place
+from counterflow.port import WEIGHTS, LearnerPort
+from counterflow.processes import descendants, shared_memory, terminate_like_interrupt
+from counterflow.recorder import wilson
+from counterflow.records import EvaluationRecord, Ledger
+from counterflow.telemetry import Telemetry
+from counterflow.weight_sync.delivery import Delivery
+from counterflow.weight_sync.transports import BROADCASTS, settle
+
+_WATCH_S = 1.0
+_FLUSH_TICKS = 10
+_ANSWER_TIMEOUT_S = 60.0
+_FAREWELL_S = 1.0
+
+
+def run(config: RunConfig) -> Path:
+    """Run to the end; returns the report's path.
+
+    Raises:
+        ConfigError, UnavailableError: before anything of the run was made.
+        RunFailed, DeadlineExceeded, WeightSyncError: the run died; its folder says what it did until then.
+        KeyboardInterrupt: interrupted; all processes have ended and the run folder is readable.
+    """
+    config = preflight.resolve(config)
+    origin, task, warnings = preflight.check(config)
+    with ExitStack() as stack:
+        stack.enter_context(terminate_like_interrupt())
+        if config.buffer.url:
+            # Last of all, when no actor lives that might add to it.
+            stack.callback(_forget, Address(config.buffer.url, timeout_s=1.0, outage_s=0.0), origin)
+        metrics = Metrics(config.metrics, max_lag=config.admission.max_lag)
+        stack.callback(metrics.close)
+        display = stack.enter_context(Display(config.run.steps))
+        display.note(f"starting Ray; metrics at {metrics.url}")
+        telemetry: Telemetry | None = None
+        try:
+            with connect(config) as cluster, terminate_like_interrupt():
+                folder = preflight.make_run_folder(config)
+                stack.enter_context(preflight.holding(folder))
+                telemetry = Telemetry(config, folder, metrics, display)
+                for line in check_objective(config).lines:
+                    telemetry.note(line)
+                for warning in warnings:
+                    telemetry.note(f"warning: {warning}")
+                asyncio.run(Run(config, origin, task, folder, telemetry).supervise(cluster))
+        except (KeyboardInterrupt, Exception) as error:
+            # What the run died of matters more than a report that cannot be written.
+            with suppress(Exception):
+                if telemetry is not None and isinstance(error, KeyboardInterrupt):
+                    telemetry.note(f"stopped; report: {telemetry.finish('interrupted', 'stopped by the user')}")
+                elif telemetry is not None:
+                    telemetry.note(f"failed; report: {telemetry.finish('failed', str(error))}")
+            raise
+        return telemetry.finish("completed", None)
+
+
+class Run:
+    """One run: its processes and its records."""
+
+    def __init__(self, config: RunConfig, origin: Origin, task: TaskSet, folder: Path, telemetry: Telemetry) -> None:
+        self.config, self.origin, self.task, self.folder = config, origin, task, folder
+        self.telemetry = telemetry
+        self.server: EmbeddedServer | None = None
+        self.delivery: Delivery
+        self.fleet: Fleet
+        self._evaluating: asyncio.Task[None] | None = None
+        self._drops = DropWatch(config.admission.groups_per_step, config.run.step_timeout_s)
+
+    async def supervise(self, cluster: Cluster) -> None:
+        """Build the run on the cluster, train, and say good-bye to every process.
+
+        Raises:
+            RunFailed, DeadlineExceeded, WeightSyncError: something died or hung.
+            ConfigError: the model cannot be loaded.
+        """
+        self.telemetry.note(f"run {self.config.run.name} in {self.folder}")
+        self.telemetry.event("run_started", run_id=self.origin.run_id)
+        with ExitStack() as stack:
+            address = self._buffer(stack)
+            write_place(self.folder, Place(address.url, self.origin.run_id))
+            self._spawn(cluster, address)
+            try:
+                await self._live(address)
+            except* Exception as group:
+                raise as_failure(group) from None
+            finally:
+                await self._farewell(address)
+
+    def _buffer(self, stack: ExitStack) -> Address:
+        buffer = self.config.buffer
+        if buffer.url:
+            return discover(Address(buffer.url, buffer.connect_timeout_s, buffer.outage_timeout_s))
+        self.server = stack.enter_context(EmbeddedServer(self.folder / "buffer", buffer.connect_timeout_s * 2))
+        return replace(self.server.address, outage_s=buffer.outage_timeout_s)
+
+    def _spawn(self, cluster: Cluster, address: Address) -> None:
+        """Make the learner; the actors are made by the fleet, with a configuration that says how weights travel."""
+        hosts = cluster.hosts()
+        config = settle(self.config, one_host=len(set(hosts)) == 1, learner_host=hosts[0])
+        places = bundles(config)
+        common = (config, address, self.origin, self.telemetry.started_at)
+        learner = (0, self.folder.resolve(), *common, cluster.cores(0))
+        self.learner = cluster.spawn(Learner, places[0], *learner, beside=WEIGHTS)
+
+        def actor(i: int) -> Any:
+            place = i + 1
+            return cluster.spawn(RolloutActor, places[place], place, i, self.task, *common, cluster.cores(place))
+
+        self.fleet = Fleet(config, actor, self.telemetry)
+        port = LearnerPort(self.learner, self.telemetry, config.weight_sync.timeout_s)
+        self.delivery = Delivery(port, config.weight_sync.transport in BROADCASTS, self.fleet.given_up)
+
+    async def _live(self, address: Address) -> None:
+        """Start, then train under watch until the last step is taken."""
+        await self._start()
+        async with asyncio.TaskGroup() as tasks:
+            watches = [
+                tasks.create_task(self._watch(address)),
+                tasks.create_task(self._keep_server_alive()),
+            ]
+            await self._train(tasks)
+            await asyncio.to_thread(finish, address, self.origin.run_id)
+            for watch in watches:
+                watch.cancel()
+        self.telemetry.actors(await self.fleet.states())
+
+    async def _start(self) -> None:
+        self.telemetry.note(f"starting the learner and {self.config.actors.count} actor(s): vLLM takes a while")
+        layout = await call(
+            self.learner.layout.remote(), "the learner to load its model", self.config.run.start_timeout_s
+        )
+        await self.fleet.start(layout, self.delivery)
+
+    async def _train(self, tasks: asyncio.TaskGroup) -> None:
+        """The run itself: evaluate, then step, publish and now and then evaluate, then evaluate again."""
+        run, every, delivery = self.config.run, self.config.evaluation.every, self.delivery
+        await self._evaluate(0)
+        await self.fleet.begin()
+        for step in range(1, run.steps + 1):
+            result: StepResult = await call(
+                self.learner.step.remote(), f"step {step} of the learner", run.step_timeout_s + _ANSWER_TIMEOUT_S
+            )
+            await delivery.publish()
+            self.telemetry.step(result.record, served=delivery.served, skipped=delivery.skipped)
+            self.telemetry.intervals(result.intervals)
+            self.telemetry.remarks(result.notes)
+            if every and step % every == 0 and step < run.steps:
+                await self._evaluate_beside(step, tasks)
+        if self._evaluating is not None:
+            await self._evaluating
+        await delivery.arrived()
+        await self._evaluate(run.steps)
+        await call(self.learner.save.remote(self.folder / "model"), "the learner to save", run.step_timeout_s)
+
+    async def _evaluate_beside(self, step: int, tasks: asyncio.TaskGroup) -> None:
+        """Evaluate while training goes on; an evaluation that is still running is waited for first."""
+        if self._evaluating is not None:
+            await self._evaluating
+        self._evaluating = tasks.create_task(self._evaluate(step))
+
+    async def _evaluate(self, step: int) -> None:
+        """Greedy accuracy on the held-out set at one policy version: no other version arrives meanwhile."""
+        parts: list[list[float | None]] = []
+        while not parts:
+            async with self.delivery.hold:
+                began, version = self.telemetry.now(), self.delivery.served
+                parts = await self._held_out(version)
+            if not parts:
+                # An actor died of it, or is being replaced, for which the lock must be free.
+                await asyncio.sleep(_WATCH_S)
+                await self.fleet.check()
+        flat = [score for part in parts for score in part]
+        successes = sum(score is not None and score >= self.config.evaluation.success for score in flat)
+        low, high = wilson(successes, len(flat))
+        record = EvaluationRecord(
+            step=step,
+            policy_version=version,
+            time_s=self.telemetry.now(),
+            successes=successes,
+            n=len(flat),
+            low=low,
+            high=high,
+            duration_s=self.telemetry.now() - began,
+        )
+        self.telemetry.evaluation(record, failed=sum(score is None for score in flat))
+
+    async def _held_out(self, version: int) -> list[list[float | None]]:
+        """Each serving actor's part of the scores; nothing when one of them died."""
+        serving = self.fleet.serving
+        answers = await self.fleet.ask(
+            lambda i, actor: actor.evaluate.remote(serving.index(i), len(serving)),
+            f"to evaluate version {version}",
+            self.config.run.step_timeout_s,
+        )
+        return [part for _, part in answers] if len(answers) == len(serving) else []
+
+    async def _watch(self, address: Address) -> None:
+        """See again and again that all goes well; what does not ends the run, with its reason."""
+        for tick in itertools.count(1):
+            await asyncio.sleep(_WATCH_S)
+            self.delivery.raise_failure()
+            await self.fleet.check()
+            self.telemetry.actors(await self.fleet.states())
+            ledger = await self._ledger(address)
+            self.telemetry.ledger(ledger)
+            if warning := self._drops.look(self.telemetry.steps, ledger, self.telemetry.last_error):
+                self.telemetry.note(warning)
+            if tick % _FLUSH_TICKS == 0:
+                self.telemetry.flush()
+
+    async def _ledger(self, address: Address) -> Ledger:
+        """The ledger now; tells of an outage of the server, and of its end."""
+        began = self.telemetry.now()
+        try:
+            return await asyncio.to_thread(read_ledger, replace(address, outage_s=0.0), self.origin.run_id)
+        except BufferUnavailable as error:
+            self.telemetry.note(f"{error}; the run waits {address.outage_s:g} s at most (buffer.outage_timeout_s)")
+        ledger = await asyncio.to_thread(read_ledger, address, self.origin.run_id)
+        self.telemetry.note(f"the buffer answers again, after {self.telemetry.now() - began:.1f} s")
+        return ledger
+
+    async def _keep_server_alive(self) -> None:
+        while self.server is not None:
+            await asyncio.sleep(_WATCH_S)
+            if await asyncio.to_thread(self.server.revive):
+                self.telemetry.note("the buffer's server had died and was started again on its data")
+
+    async def _farewell(self, address: Address) -> None:
+        """Give every process a second to end by itself, and read the ledger a last time. Ray sees to the rest."""
+        import ray
+
+        # vLLM's processes are often killed before they can unlink their own.
+        segments = shared_memory(descendants())
+        await self.delivery.close()
+        await self.fleet.close()
+        goodbyes = [self.learner.close.remote(), *self.fleet.goodbyes()]
+        with suppress(Exception):
+            await asyncio.to_thread(ray.wait, goodbyes, num_returns=len(goodbyes), timeout=_FAREWELL_S)
+        with suppress(Exception):
+            asked = replace(address, timeout_s=_FAREWELL_S, outage_s=0.0)
+            self.telemetry.ledger(await asyncio.to_thread(read_ledger, asked, self.origin.run_id))
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+
+def _forget(address: Address, origin: Origin) -> None:
+    with suppress(BufferUnavailable):
+        forget(discover(address), origin.run_id)

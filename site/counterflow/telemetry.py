@@ -1,0 +1,150 @@
+"""All that a run tells about itself: records on disk, log lines, Prometheus metrics and the live view, from one place.
+
+Steps, evaluations, ledgers and actor states flow in from the supervisor; nothing flows back.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from counterflow.actors.rollout import ActorState
+from counterflow.configs.schema import RunConfig
+from counterflow.display import Display
+from counterflow.events import EventLog
+from counterflow.metrics import Metrics
+from counterflow.recorder import Recorder, Status, summarize, write_summary
+from counterflow.records import EvaluationRecord, Interval, Ledger, StepRecord
+from counterflow.report import write_report
+
+
+class Telemetry:
+    """The voices of one run."""
+
+    def __init__(self, config: RunConfig, folder: Path, metrics: Metrics, display: Display) -> None:
+        self._config, self._folder = config, folder
+        self._metrics, self._display = metrics, display
+        self._recorder, self._events = Recorder(folder), EventLog(folder)
+        self._reward_failures: Counter[str] = Counter()
+        self._ledger: Ledger | None = None
+        self._was_full = False
+        self._remarked: set[str] = set()
+        self.started_at = time.time()
+        """Unix time, the zero of all times reported."""
+        self.last_error: str | None = None
+        """Why the last group failed that did."""
+
+    def now(self) -> float:
+        """Seconds since the run's start."""
+        return time.time() - self.started_at
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps told of so far."""
+        return len(self._recorder.records.steps)
+
+    def note(self, text: str) -> None:
+        """A line for the user."""
+        self._display.note(text)
+
+    def event(self, event: str, **fields: object) -> None:
+        """A line for the log."""
+        self._events.write(event, **fields)
+
+    def intervals(self, intervals: Iterable[Interval]) -> None:
+        """What processes did and when."""
+        self._recorder.add_intervals(intervals)
+
+    def step(self, record: StepRecord, *, served: int, skipped: int) -> None:
+        """An optimizer step, with the version that the actors serve and how many versions were overtaken so far."""
+        records = self._recorder.records
+        before = records.steps[-1] if records.steps else None
+        elapsed = record.time_s - (before.time_s if before else 0.0)
+        generated = record.tokens_generated - (before.tokens_generated if before else 0)
+        record = replace(
+            record,
+            actors_tokens_per_s=generated / elapsed if elapsed > 0 else 0.0,
+            publish_debt=record.policy_version - served,
+        )
+        self._recorder.add_step(record)
+        self._metrics.observe_step(record)
+        self._display.step(record, evaluation=records.evaluations[-1] if records.evaluations else None)
+        self.event(
+            "step_committed",
+            step=record.step,
+            policy_version=record.policy_version,
+            groups=record.groups,
+            tokens=record.tokens,
+            lag_max=record.lag_max,
+            versions_skipped=skipped,
+        )
+
+    def remarks(self, texts: Iterable[str]) -> None:
+        """What the learner says of its steps: all of it for the log, each kind once for the user."""
+        for text in texts:
+            self.event("remark", text=text)
+            kind = re.sub(r"[\d.,]+", "#", text)
+            if kind not in self._remarked:
+                self._remarked.add(kind)
+                self.note(text)
+
+    def evaluation(self, record: EvaluationRecord, *, failed: int) -> None:
+        """An evaluation, with how many of its samples got no reward."""
+        self._recorder.add_evaluation(record)
+        self._metrics.observe_evaluation(record)
+        self.event(
+            "evaluated", policy_version=record.policy_version, successes=record.successes, n=record.n, failed=failed
+        )
+        self.note(
+            f"held-out at version {record.policy_version}: {record.successes}/{record.n} = {record.rate:.3f} "
+            f"[{record.low:.3f}, {record.high:.3f}]" + (f", {failed} without a reward" if failed else "")
+        )
+
+    def actors(self, states: Sequence[ActorState]) -> None:
+        """How every actor is doing."""
+        for index, state in enumerate(states):
+            self.intervals(state.intervals)
+            if state.last_error is not None:
+                self.last_error = state.last_error
+                self.event("group_failed", actor=index, error=state.last_error)
+                self.note(f"actor {index}: {state.last_error}")
+        self._reward_failures = sum((Counter(state.reward_failures) for state in states), Counter())
+        self._metrics.observe_reward_failures(self._reward_failures)
+        closed = Counter(state.admission_closed for state in states if state.admission_closed)
+        self._metrics.observe_admission(closed)
+        if closed["full"] and not self._was_full:
+            self.note(
+                "the buffer is full, admission pauses until the learner has caught up (buffer.capacity_groups, "
+                "buffer.capacity_bytes)"
+            )
+        self._was_full = bool(closed["full"])
+
+    def ledger(self, ledger: Ledger) -> None:
+        """Where every group is."""
+        self._ledger = ledger
+        self._metrics.observe_ledger(ledger)
+
+    def flush(self) -> None:
+        """Bring the records to disk."""
+        self._recorder.flush()
+
+    def finish(self, status: Status, reason: str | None) -> Path:
+        """Write summary and report, however the run ended; returns the report's path."""
+        self.event("run_ended", status=status, reason=reason)
+        self.flush()
+        summary = summarize(
+            self._recorder.records,
+            status=status,
+            ledger=self._ledger,
+            wall_s=self.now(),
+            max_lag=self._config.admission.max_lag,
+            seed=self._config.run.seed,
+            reason=reason,
+            reward_failures=self._reward_failures,
+        )
+        write_summary(self._folder, summary)
+        return write_report(self._folder)

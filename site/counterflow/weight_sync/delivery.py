@@ -1,0 +1,187 @@
+"""Delivery: every published version brought to every actor, in the background, while the learner takes its next step.
+
+One version is on its way at a time; one that is overtaken while it waits is skipped and counted. An actor that cannot
+be served is given up, and its owner told. In: calls of the learner and of the actors. Runs in the supervisor's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from counterflow.errors import DeadlineExceeded, ProcessDied, WeightSyncError
+from counterflow.weight_sync.publisher import Shipment, StagedVersion, actor_of
+from counterflow.weight_sync.slots import SLOTS
+
+Load = Callable[[Shipment], Awaitable[int]]
+"""Has an actor load a version; returns when the actor serves it."""
+
+_ATTEMPTS = 2
+"""How often a version is brought to an actor before the actor is given up."""
+
+
+class Port(Protocol):
+    """The learner's calls. Each raises what it dies of."""
+
+    async def stage(self, slot: int) -> StagedVersion:
+        """Copy the current weights into a slot."""
+
+    async def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
+        """Make ready to ship to these actors."""
+
+    async def send(self, staged: StagedVersion) -> None:
+        """Ship; returns when nothing is left to do there."""
+
+
+class Delivery:
+    """The versions on their way.
+
+    Args:
+        port: the learner.
+        together: whether a version goes to all actors at once or not at all, as a broadcast does.
+        given_up: is told of each actor that cannot be served, and why; it is no receiver any more.
+    """
+
+    def __init__(self, port: Port, together: bool, given_up: Callable[[str, Exception], None]) -> None:
+        self._port, self._together, self._given_up = port, together, given_up
+        self._actors: dict[str, Load] = {}
+        self._serves: dict[str, int] = {}
+        self._pending: StagedVersion | None = None
+        self._newest: StagedVersion | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.hold = asyncio.Lock()
+        """Who holds it keeps the actors at the version they serve."""
+        self.served = 0
+        """The version that every actor serves."""
+        self.skipped = 0
+        """Versions that were overtaken before they were sent."""
+        self.repeated = 0
+        """Loads that did not succeed and were tried again."""
+
+    async def join(self, actor: str, load: Load) -> None:
+        """Make an actor that serves version 0 a receiver; returns once it serves the newest version that was sent.
+
+        Raises:
+            WeightSyncError: the actor cannot be served.
+            Whatever the learner dies of.
+        """
+        async with self.hold:
+            self._actors[actor], self._serves[actor] = load, 0
+            if self._newest is not None:
+                await self._bring(self._newest)
+            if actor not in self._actors:
+                raise WeightSyncError(f"{actor} did not get the newest version", [actor])
+
+    def leave(self, actor: str) -> None:
+        """The actor is no receiver any more."""
+        self._actors.pop(actor, None)
+        self._serves.pop(actor, None)
+
+    @property
+    def actors(self) -> tuple[str, ...]:
+        """The receivers."""
+        return tuple(self._actors)
+
+    async def publish(self) -> None:
+        """Stage the learner's newest version and send it on in the background. Call it between two steps.
+
+        Raises:
+            Whatever the learner died of, or kept an earlier version.
+        """
+        self.raise_failure()
+        overtaken, self._pending = self._pending, None
+        self.skipped += overtaken is not None
+        # The newest that was taken stays as it is: actors load it, or may join later.
+        kept = self._newest.slot if self._newest else None
+        self._pending = await self._port.stage(next(slot for slot in range(SLOTS) if slot != kept))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._deliver())
+
+    async def arrived(self) -> None:
+        """Return when nothing is on its way any more."""
+        while self._task is not None and not self._task.done():
+            await asyncio.shield(self._task)
+        self.raise_failure()
+
+    async def close(self) -> None:
+        """Stop sending."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await self._task
+
+    def raise_failure(self) -> None:
+        """Raise what kept a version from being sent, if something did."""
+        if self._task is not None and self._task.done() and not self._task.cancelled():
+            self._task.result()
+
+    async def _deliver(self) -> None:
+        while self._pending is not None:
+            async with self.hold:
+                # Taken only now: while the lock was held a newer version may have come.
+                staged, self._pending = self._pending, None
+                if staged is None:
+                    return
+                self._newest = staged
+                await self._bring(staged)
+
+    async def _bring(self, staged: StagedVersion) -> None:
+        """Bring a version to every actor that does not serve it; those that fail twice, or die, are given up."""
+        failures: Counter[str] = Counter()
+        while behind := [actor for actor, version in self._serves.items() if version != staged.version]:
+            # Who takes part in a broadcast again loads again.
+            actors = list(self._actors) if self._together else behind
+            errors = await self._ship(staged, actors)
+            at_fault = _at_fault(errors)
+            for actor in at_fault:
+                failures[actor] += 1
+                error = errors[actor]
+                if not isinstance(error, WeightSyncError) or failures[actor] == _ATTEMPTS:
+                    self.leave(actor)
+                    self._given_up(actor, error)
+                else:
+                    self.repeated += 1
+        self.served = min(self._serves.values(), default=self.served)
+
+    async def _ship(self, staged: StagedVersion, actors: Sequence[str]) -> dict[str, Exception]:
+        """Ship a version to these actors at once; returns why each failed that did."""
+        shipment = await self._port.prepare(staged, actors)
+        # Some may have left meanwhile.
+        actors = [actor for actor in actors if actor in self._actors]
+        loads = asyncio.gather(*(self._actors[actor](shipment) for actor in actors), return_exceptions=True)
+        (sent,), answers = await asyncio.gather(asyncio.gather(self._port.send(staged), return_exceptions=True), loads)
+        errors: dict[str, Exception] = {}
+        for actor, answer in zip(actors, answers, strict=True):
+            if isinstance(answer, Exception):
+                errors[actor] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            elif actor in self._serves:
+                self._serves[actor] = answer
+        if isinstance(sent, WeightSyncError):
+            # The sender knows best whom it lost; an actor that died says so itself.
+            for actor in {actor_of(receiver) for receiver in sent.receivers} & errors.keys():
+                if isinstance(errors[actor], WeightSyncError):
+                    errors[actor] = sent
+        elif isinstance(sent, BaseException):
+            raise sent
+        return errors
+
+
+def _at_fault(errors: dict[str, Exception]) -> Iterable[str]:
+    """Those that failed on their own account; all where none of them is known to have."""
+    own = [
+        actor
+        for actor, error in errors.items()
+        if isinstance(error, (ProcessDied, DeadlineExceeded))
+        or (isinstance(error, WeightSyncError) and actor in map(_actor, error.receivers))
+        or not isinstance(error, WeightSyncError)
+    ]
+    return own or list(errors)
+
+
+def _actor(receiver: str) -> str:
+    return actor_of(receiver) or receiver

@@ -1,0 +1,101 @@
+"""Slots: two places for whole versions, out of the optimizer's way. One may be on its way while the other is filled.
+
+In memory they have no name: whoever runs on this host, under the same user, maps them through the owner's open files,
+and they end with the owner however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from counterflow.errors import WeightSyncError
+from counterflow.weight_sync.layout import Layout
+
+SLOTS = 2
+
+
+class Slots:
+    """Room for two versions of one model.
+
+    Args:
+        layout: how a version lies in a slot.
+        device: `cpu` for memory that other processes map, else a device of this process alone.
+
+    Raises:
+        WeightSyncError: there is no room.
+    """
+
+    def __init__(self, layout: Layout, device: str = "cpu") -> None:
+        self.layout = layout
+        self.paths: list[str] = []
+        """Where processes of this host map the slots; empty on other devices."""
+        self._descriptors: list[int] = []
+        try:
+            if device == "cpu":
+                # The kernel would give all it has, then kill somebody.
+                if SLOTS * layout.total_bytes > (there := psutil.virtual_memory().available):
+                    raise MemoryError(f"{there:,} bytes are free")
+                for slot in range(SLOTS):
+                    self.paths.append(self._reserve(slot))
+                self._buffers = [map_slot(path, layout.total_bytes) for path in self.paths]
+            else:
+                shape = (layout.total_bytes,)
+                self._buffers = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        except (OSError, MemoryError, RuntimeError) as error:
+            self.close()
+            raise WeightSyncError(
+                f"no room for {SLOTS} x {layout.total_bytes:,} bytes on {device}, where versions are staged: {error}"
+            ) from error
+
+    def fill(self, slot: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the tensors, in the order of the layout, into `slot`, converting to the layout's dtype.
+
+        Raises:
+            WeightSyncError: they are not those of the layout.
+        """
+        for (name, view), (given, tensor) in zip(self.tensors(slot), tensors, strict=True):
+            if name != given:
+                raise WeightSyncError(f"tensor {given!r} where the layout has {name!r}")
+            view.copy_(tensor)
+
+    def tensors(self, slot: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and view of every tensor in `slot`."""
+        return self.layout.views(self._buffers[slot])
+
+    def close(self) -> None:
+        """Let go. Who has a slot mapped keeps its memory until it lets go, too."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _reserve(self, slot: int) -> str:
+        """Bytes that are really there."""
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create(f"counterflow-slot-{slot}", os.MFD_CLOEXEC)
+            self._descriptors.append(descriptor)
+            os.posix_fallocate(descriptor, 0, max(self.layout.total_bytes, 1))
+            return f"/proc/{os.getpid()}/fd/{descriptor}"
+        descriptor, path = tempfile.mkstemp(prefix=f"counterflow-slot-{slot}-")
+        self._descriptors.append(descriptor)
+        os.truncate(descriptor, max(self.layout.total_bytes, 1))
+        return path
+
+
+def map_slot(path: str, size: int) -> torch.Tensor:
+    """The bytes of a slot, uint8 [size], shared with every process that maps it.
+
+    Raises:
+        WeightSyncError: it is not of this host, or its owner is gone.
+    """
+    if not Path(path).exists():
+        raise WeightSyncError(
+            f"{path} is not on this host, or of another user or container: shared memory reaches only actors beside "
+            "the learner; set weight_sync.transport to gloo, nccl or disk"
+        )
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)

@@ -1,0 +1,119 @@
+"""The engines' ends of the transports: where a rank gets the tensors of a version from. Each meets `Source`.
+
+Imports nothing of vLLM: what is done with the tensors is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from counterflow.errors import WeightSyncError
+from counterflow.weight_sync.collective_receiver import Load, Receiver
+from counterflow.weight_sync.group import Invitation
+from counterflow.weight_sync.layout import Layout
+from counterflow.weight_sync.slots import map_slot
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class Source(Protocol):
+    """One rank's end of a transport."""
+
+    def receive(self, way: dict[str, Any], version: int, slot: int, load: Load) -> None:
+        """Have `load` take every tensor of a version, in the layout's order.
+
+        Raises:
+            WeightSyncError: it did not arrive whole.
+        """
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class SharedMemorySource:
+    """Maps the learner's slots."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._paths: list[str] = []
+        self._buffers: list[torch.Tensor] = []
+
+    def receive(self, way: dict[str, Any], version: int, slot: int, load: Load) -> None:
+        """Hand on views of the slot."""
+        if way["paths"] != self._paths:
+            self._buffers = [map_slot(path, self._layout.total_bytes) for path in way["paths"]]
+            self._paths = way["paths"]
+        load(self._layout.views(self._buffers[slot]))
+
+    def close(self) -> None:
+        """Unmap them."""
+        self._paths, self._buffers = [], []
+
+
+class BroadcastSource:
+    """Takes part in the learner's broadcasts, joining a group when it is invited to another."""
+
+    def __init__(self, name: str, layout: Layout, device: str) -> None:
+        self._receiver = Receiver(name, layout, device)
+        self._joined: Invitation | None = None
+
+    def receive(self, way: dict[str, Any], version: int, slot: int, load: Load) -> None:
+        """Hand on copies: the buckets are filled again while an engine still keeps what it was given."""
+        invitation = Invitation.from_dict(way["invitation"])
+        if invitation != self._joined:
+            self._joined = None
+            self._receiver.join(invitation)
+            self._joined = invitation
+        try:
+            self._receiver.receive(version, lambda tensors: load((name, tensor.clone()) for name, tensor in tensors))
+        except WeightSyncError:
+            self._joined = None
+            raise
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._receiver.close()
+
+
+class DiskSource:
+    """Reads safetensors files."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def receive(self, way: dict[str, Any], version: int, slot: int, load: Load) -> None:
+        """Hand on the file's tensors, read one by one."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(way["path"], "pt", device=self._device) as file:
+                found = (file.metadata() or {}).get("policy_version")
+                if found != str(version):
+                    raise WeightSyncError(f"{way['path']} holds policy version {found}, not {version}")
+                load((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(
+                f"{way['path']} cannot be read here ({error}): weight_sync.folder must be a folder that the learner "
+                "and every actor see"
+            ) from error
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def open_source(transport: str, receiver: str, layout: Layout, device: str) -> Source:
+    """The engine's end of a transport.
+
+    Args:
+        device: the rank's own, as `cuda:0`.
+    """
+    makers: dict[str, Callable[[], Source]] = {
+        "shared_memory": lambda: SharedMemorySource(layout),
+        "gloo": lambda: BroadcastSource(receiver, layout, "cpu"),
+        "nccl": lambda: BroadcastSource(receiver, layout, device),
+        "disk": lambda: DiskSource(device),
+    }
+    return makers[transport]()

@@ -1,0 +1,184 @@
+"""The learner's ends of the transports: shared memory, broadcast by gloo or NCCL, and disk. Each meets `Transport`.
+
+`open_publisher` makes the one that a configuration names, `settle` chooses where it leaves the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import ConfigError, WeightSyncError
+from counterflow.weight_sync.collective import Sender
+from counterflow.weight_sync.group import Invitation
+from counterflow.weight_sync.layout import Layout
+from counterflow.weight_sync.publisher import Publisher, StagedVersion, Transport
+from counterflow.weight_sync.slots import Slots
+
+BROADCASTS = ("gloo", "nccl")
+"""Transports that bring a version to all receivers at once or to none."""
+
+_KEPT_FILES = 2
+
+
+def settle(config: RunConfig, one_host: bool, learner_host: str) -> RunConfig:
+    """The configuration with transport and host as they will be.
+
+    Args:
+        one_host: whether learner and actors share a host.
+        learner_host: address of the learner's host, for actors on others.
+
+    Raises:
+        ConfigError: the transport cannot reach every actor.
+    """
+    sync, gpus = config.weight_sync, bool(config.learner.gpus and config.actors.gpus)
+    transport = sync.transport
+    if transport == "auto":
+        transport = "nccl" if gpus else "shared_memory" if one_host else "gloo"
+    if transport == "nccl" and not gpus:
+        raise ConfigError("weight_sync.transport is nccl: it needs learner.gpus and actors.gpus; set gloo instead")
+    if transport == "shared_memory" and not one_host:
+        raise ConfigError(
+            "weight_sync.transport is shared_memory, but learner and actors are on several hosts: set gloo, nccl or "
+            "disk"
+        )
+    if transport == "disk" and not one_host and sync.folder is None:
+        raise ConfigError("weight_sync.folder is missing: a folder that all hosts see, for weight_sync.transport disk")
+    host = sync.host or ("127.0.0.1" if one_host else learner_host)
+    return config.model_copy(update={"weight_sync": sync.model_copy(update={"transport": transport, "host": host})})
+
+
+def open_publisher(config: RunConfig, layout: Layout, folder: Path) -> Publisher:
+    """The learner's end of the transport that a settled configuration names.
+
+    Args:
+        folder: the run folder.
+
+    Raises:
+        WeightSyncError: there is no room to stage versions.
+    """
+    sync = config.weight_sync
+    slots = Slots(layout, "cuda" if sync.transport == "nccl" else "cpu")
+    transport: Transport
+    if sync.transport == "disk":
+        transport = Disk(slots, sync.folder or folder / "weights")
+    elif sync.transport in BROADCASTS:
+        device = "cuda" if sync.transport == "nccl" else "cpu"
+        # Ends, with the names of those at fault, before the callers of both ends lose patience.
+        patience_s = sync.timeout_s / 2
+        sender = Sender(layout, sync.host or "127.0.0.1", sync.transport, sync.bucket_bytes, patience_s, device)
+        transport = Broadcast(slots, sender, sync.transport)
+    else:
+        transport = SharedMemory(slots)
+    return Publisher(slots, transport, ranks=max(config.actors.gpus, 1))
+
+
+class SharedMemory:
+    """Receivers map the slots: nothing is sent."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+
+    def prepare(self, staged: StagedVersion, receivers: Sequence[str]) -> dict[str, Any]:
+        """Say where the slots are."""
+        return {"transport": "shared_memory", "paths": self._slots.paths}
+
+    def send(self, staged: StagedVersion) -> None:
+        """Nothing is left to do."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Broadcast:
+    """Each version is broadcast once, bucket by bucket, to all receivers; a change among them makes a new group."""
+
+    def __init__(self, slots: Slots, sender: Sender, backend: str) -> None:
+        self._slots, self._sender, self._backend = slots, sender, backend
+        self._invitation: Invitation | None = None
+        self._connected = False
+
+    def prepare(self, staged: StagedVersion, receivers: Sequence[str]) -> dict[str, Any]:
+        """Invite the receivers, unless they are the members of a group that works."""
+        if self._invitation is None or self._invitation.receivers != tuple(receivers):
+            self._invitation, self._connected = self._sender.invite(receivers), False
+        return {"transport": self._backend, "invitation": self._invitation.to_dict()}
+
+    def send(self, staged: StagedVersion) -> None:
+        """Wait for the group to form where it is new, then broadcast.
+
+        Raises:
+            WeightSyncError: names the receivers at fault; the group is over.
+        """
+        try:
+            if not self._connected:
+                self._sender.connect()
+                self._connected = True
+            self._sender.send(staged.version, self._slots.tensors(staged.slot))
+        except WeightSyncError:
+            self._invitation = None
+            raise
+
+    def close(self) -> None:
+        """End the group."""
+        self._sender.close()
+
+
+class Disk:
+    """Versions are safetensors files in a folder that all hosts see, each written whole or not at all.
+
+    Args:
+        folder: made where it is missing. The newest versions stay in it.
+    """
+
+    def __init__(self, slots: Slots, folder: Path) -> None:
+        self._slots, self._folder = slots, folder
+        self._written: list[Path] = []
+
+    def prepare(self, staged: StagedVersion, receivers: Sequence[str]) -> dict[str, Any]:
+        """Write the version, unless it is there.
+
+        Raises:
+            WeightSyncError: it cannot be written.
+        """
+        path = self._folder.resolve() / f"version-{staged.version:08d}.safetensors"
+        try:
+            if path not in self._written:
+                self._write(path, staged)
+        except OSError as error:
+            raise WeightSyncError(
+                f"version {staged.version} cannot be written to {path}: {error.strerror or error}; make room or set "
+                "weight_sync.folder"
+            ) from error
+        return {"transport": "disk", "path": str(path)}
+
+    def send(self, staged: StagedVersion) -> None:
+        """Nothing is left to do."""
+
+    def close(self) -> None:
+        """Remove what was written."""
+        _remove(self._written)
+
+    def _write(self, path: Path, staged: StagedVersion) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in self._slots.tensors(staged.slot)},
+            unfinished,
+            {"policy_version": str(staged.version)},
+        )
+        unfinished.replace(path)
+        self._written.append(path)
+        _remove(self._written[:-_KEPT_FILES])
+        self._written = self._written[-_KEPT_FILES:]
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
