@@ -25,7 +25,7 @@ from counterflow.buffer.segment import (
     stored_steps,
 )
 from counterflow.buffer.trajectory import Origin
-from counterflow.errors import ConfigError, RunFailed, UnavailableError
+from counterflow.errors import ConfigError, RunFailed, UnavailableError, first_line
 from counterflow.locks import hold
 
 __all__ = ["Archive", "ArchivedStep", "read_steps"]
@@ -87,7 +87,7 @@ class Archive:
         if self._last_version is not None and learner_version != self._last_version + 1:
             raise RunFailed(
                 f"{self._folder}: learner_version {learner_version} does not follow {self._last_version}, the last "
-                "that is archived: truncate the archive to the version you resume from, or give the run a new folder"
+                "that is archived: truncate the archive to the version you go on from, or give the run a new folder"
             )
         message = encode_step(learner_version, batches, self._schema)
         with _disk(self._folder, f"step {learner_version + 1} cannot be archived"):
@@ -200,9 +200,12 @@ def read_steps(folder: Path, start: int = 0) -> Iterator[ArchivedStep]:
         ConfigError: there is no such folder, steps are missing between others, or a segment is damaged or of another
             schema version; the message names it.
     """
-    if not folder.is_dir():
+    if not folder.exists():
         raise ConfigError(f"{folder}: there is no such archive: check the path")
-    paths = segments(folder)
+    try:
+        paths = segments(folder)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
     while len(paths) > 1 and first_version(paths[1]) <= start:
         paths.pop(0)
     expected = first_version(paths[0]) if paths else 0
@@ -219,7 +222,14 @@ def read_steps(folder: Path, start: int = 0) -> Iterator[ArchivedStep]:
                 if stored.learner_version >= start:
                     yield stored.read()
         except OSError as error:
-            raise ConfigError(f"{path}: it cannot be read ({error.strerror or error})") from error
+            raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be read ({os.strerror(error.errno) if error.errno else first_line(error)}): "
+        "see that this user may read it, or restore it from a copy"
+    )
 
 
 def _write_through(file: FileIO, content: bytes) -> None:
@@ -255,5 +265,5 @@ def _disk(folder: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise UnavailableError(
             f"{error.filename or folder}: {what} ({error.strerror or error}): "
-            "see that its disk has room and lets this user write, then resume the run"
+            "see that its disk has room and lets this user write"
         ) from error

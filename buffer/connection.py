@@ -7,6 +7,7 @@ the server needs no more rights than `RIGHTS`. Nothing here knows what the run k
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -70,8 +71,18 @@ class Address:
     @property
     def shown(self) -> str:
         """The URL without user and password, fit for messages."""
-        parts = urlsplit(self.url)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        url = re.sub(r"(?<=[?&])(username|password)=[^&]*&?", "", self.url).rstrip("?&")
+        # A path is no place for a secret, while a password may hold anything up to the last @.
+        return url if url.startswith("unix:///") else re.sub(r"://.*@", "://", url)
+
+
+def is_url(text: str) -> bool:
+    """Whether a client can be made from it."""
+    try:
+        redis.ConnectionPool.from_url(text).make_connection()
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def connect(address: Address) -> redis.Redis:
@@ -187,7 +198,7 @@ def _unavailable(address: Address, what: str, error: Exception, tried_s: float |
     lost = isinstance(error, _LOST) and not isinstance(error, _REFUSED_LOGIN)
     tried = "" if tried_s is None else f"; tried for {tried_s:.1f} s"
     mend = advice(error) or (
-        "see whether its server still runs and can be reached from here"
+        f"see whether its server still runs and can be reached from here{hint_of_tls(address, error)}"
         if lost
         else "see the server's log, its memory and its disk"
     )
@@ -214,6 +225,16 @@ def advice(error: BaseException) -> str | None:
     if "WRONG VERSION NUMBER" in said or "RECORD LAYER FAILURE" in said:
         return "this port does not speak TLS: use its TLS port, or redis:// instead of rediss://"
     return None
+
+
+def hint_of_tls(address: Address, error: BaseException) -> str:
+    """What else may keep a server silent, for the end of an advice; empty where the error does not look like it."""
+    scheme, said = urlsplit(address.url).scheme, str(error).lower()
+    if scheme == "rediss" and "timeout connecting" in said:
+        return "; where this port does not speak TLS, use redis:// instead of rediss://"
+    if scheme == "redis" and ("closed" in said or "reset" in said):
+        return "; where this port speaks TLS, use rediss:// instead of redis://"
+    return ""
 
 
 def discover(address: Address) -> Address:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import redis
 
-from counterflow.buffer.connection import CLIENT_ERRORS, Address, advice, is_secret, node
+from counterflow.buffer.connection import CLIENT_ERRORS, Address, advice, hint_of_tls, is_secret, node
 from counterflow.buffer.credentials import CA_FILE_VARIABLE, CERTIFICATE_FILE_VARIABLE, KEY_FILE_VARIABLE, tls_files
 from counterflow.errors import BufferUnavailable, first_line
 
@@ -43,7 +43,7 @@ def check_server(address: Address) -> list[str]:
         if isinstance(error, redis.AuthenticationError | redis.ResponseError):
             mend = advice(error) or "see the server's log"
             raise BufferUnavailable(f"{where} refuses the connection ({said}): {mend}") from error
-        mend = advice(error) or _advice_on_silence(address, said)
+        mend = advice(error) or _advice_on_silence(address, said) + hint_of_tls(address, error)
         raise BufferUnavailable(f"{where} cannot be reached ({said}; tried for {waited_s:.1f} s): {mend}") from error
     _refuse_unfit(where, server, settings or {})
     return [f"{where} {warning}" for warning in _warnings(address, settings)]

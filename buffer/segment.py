@@ -7,6 +7,7 @@ reader opens a segment. Only reads files; who writes and cuts them is `archive.p
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -64,7 +65,8 @@ class StoredStep:
             step.validate(full=True)
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(
-                f"{self.path}: step {self.learner_version + 1} is no group ({first_line(error)})"
+                f"{self.path}: step {self.learner_version + 1} is no group ({first_line(error)}): "
+                "restore the segment from a copy"
             ) from error
         versions, positions = step.column("learner_version").to_numpy(), step.column("position").to_numpy()
         if not len(versions) or (versions != self.learner_version).any():
@@ -134,7 +136,7 @@ def stored_steps(path: Path, *, last: bool) -> Iterator[StoredStep]:
         ConfigError: the segment is none, of another schema version, or damaged.
         OSError: the disk refuses.
     """
-    with pa.OSFile(str(path)) as source:
+    with pa.OSFile(os.fsencode(path)) as source:
         schema = _read_schema(path, source)
         learner_version = first_version(path)
         while True:
@@ -159,7 +161,7 @@ def stored_steps(path: Path, *, last: bool) -> Iterator[StoredStep]:
                 return
             raise ConfigError(
                 f"{path}: damaged at byte {start} ({reason}), not just cut short: restore it from a copy; "
-                "the segments before it are not touched by this"
+                "the steps before this place, and those of other segments, can still be read (`inspect --step`)"
             )
 
 
@@ -169,13 +171,18 @@ def _read_schema(path: Path, source: pa.NativeFile) -> pa.Schema:
     except (pa.ArrowException, EOFError, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
-        raise ConfigError(f"{path}: not a segment of an archive ({first_line(error)}): move it away") from error
+        raise ConfigError(
+            f"{path}: not a segment of an archive ({first_line(error)}): "
+            "restore it from a copy; if the run did not write it, move it away"
+        ) from error
     version = (schema.metadata or {}).get(b"schema_version", b"none").decode(errors="replace")
-    if version != str(SCHEMA_VERSION) or schema.remove_metadata() != pa.schema([*STEP_COLUMNS, *SCHEMA]):
+    if version != str(SCHEMA_VERSION) and re.fullmatch(r"\d{1,9}|none", version):
         raise ConfigError(
             f"{path}: groups of schema version {version}, this reader knows {SCHEMA_VERSION}: "
             "use the version of Counterflow that wrote it"
         )
+    if version != str(SCHEMA_VERSION) or schema.remove_metadata() != pa.schema([*STEP_COLUMNS, *SCHEMA]):
+        raise ConfigError(f"{path}: damaged in its columns: restore it from a copy")
     return schema
 
 

@@ -143,6 +143,8 @@ def _read_file(path: Path) -> dict[Any, Any]:
                 f"{path}: the file must hold sections, such as `run:` with `steps: 100` indented below it"
             )
         raw = OmegaConf.to_container(OmegaConf.create(text))
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: the configuration file cannot be read: {_first_line(error)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_line_of(error)}: malformed YAML: {_yaml_reason(error)}") from None
     except OmegaConfBaseException as error:

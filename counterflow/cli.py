@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 bad input with nothing started, 130 inte
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,8 @@ from counterflow.cli_audit import audit
 from counterflow.cli_inspect import inspect
 from counterflow.cli_ledger import ledger
 from counterflow.errors import ConfigError, CounterflowError, UnavailableError
+from counterflow.output import checked_output, give_up_unwritten
+from counterflow.place import check_run_folder
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -70,6 +73,7 @@ def model(
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]) -> None:
     """Write a run's report again."""
+    check_run_folder(folder)
     from counterflow.report.render import write_report
 
     typer.echo(f"report: {write_report(folder)}")
@@ -78,7 +82,8 @@ def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run fol
 def main() -> None:
     """Entry point: errors of ours become one line and an exit code."""
     try:
-        app()
+        with checked_output():
+            app()
     except (ConfigError, UnavailableError) as error:
         _fail(error, 2)
     except CounterflowError as error:
@@ -86,7 +91,10 @@ def main() -> None:
 
 
 def _fail(error: CounterflowError, code: int) -> None:
-    sys.stderr.write(f"counterflow: error: {error}\n")
+    if sys.stderr is not None:
+        with suppress(OSError):
+            sys.stderr.write(f"counterflow: error: {error}\n")
+        give_up_unwritten(sys.stderr)
     sys.exit(code)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,15 +126,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _write(text: str) -> None:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except (OSError, UnicodeEncodeError) as error:
-        # What could not be written is still in the buffer, and the interpreter would try again as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise ConfigError(f"the audit cannot be written to standard output: {error}") from error
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _text(found: dict[str, Any], regimes: dict[str, Any], title: str) -> str:

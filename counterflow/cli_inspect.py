@@ -9,8 +9,10 @@ import json
 import math
 import shutil
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from counterflow.errors import ConfigError, first_line
+from counterflow.place import check_run_folder, read_config
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -103,10 +106,9 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the groups that a run trained on, in the order of training, from its archive."""
-    if not run.is_dir():
-        raise ConfigError(f"{run}: there is no such run folder: check the path")
+    check_run_folder(run)
     filters = Filters(prompt, step, min_lag, min_reward, max_reward)
-    found = list(islice(find_groups(run, filters), limit + 1))
+    found = list(islice(find_groups(run, filters), min(limit, sys.maxsize - 1) + 1))
     more, found = len(found) > limit, found[:limit]
     decode, trouble = _tokenizer(run) if text and found else (_no_text, None)
     if as_json:
@@ -133,7 +135,7 @@ def find_groups(run: Path, filters: Filters) -> Iterator[tuple[GroupRow, pa.Reco
     from counterflow.buffer.archive import read_steps
 
     folder = run / "archive"
-    if not folder.is_dir():
+    if not folder.exists():
         return
     for archived in read_steps(folder, start=0 if filters.step is None else filters.step - 1):
         if filters.step is not None and archived.learner_version >= filters.step:
@@ -142,6 +144,9 @@ def find_groups(run: Path, filters: Filters) -> Iterator[tuple[GroupRow, pa.Reco
             row = GroupRow.of(archived.learner_version, position, group)
             if filters.matches(row):
                 yield row, group
+        # The next step may be damaged.
+        if archived.learner_version + 1 == filters.step:
+            return
 
 
 def printable(text: str) -> str:
@@ -151,10 +156,8 @@ def printable(text: str) -> str:
 
 def _tokenizer(run: Path) -> tuple[Decode, str | None]:
     """How to turn token ids into text, and why it cannot be done if it cannot."""
-    from counterflow.configs import load_config
-
     try:
-        path = load_config(run / "config.yaml").model.path
+        path = read_config(run).model.path
     except ConfigError as error:
         return _no_text, first_line(error)
     if not path.is_dir():
@@ -165,7 +168,13 @@ def _tokenizer(run: Path) -> tuple[Decode, str | None]:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises the base class itself
         return _no_text, f"{path}: its tokenizer cannot be loaded ({first_line(error)})"
-    return lambda ids: str(tokenizer.decode(ids)), None
+
+    def decode(ids: list[int]) -> str | None:
+        with suppress(Exception):  # as of ids that no tokenizer gives
+            return str(tokenizer.decode(ids))
+        return None
+
+    return decode, None
 
 
 def _no_text(_: list[int]) -> str | None:

@@ -10,18 +10,23 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from counterflow.errors import BufferUnavailable, ConfigError
-from counterflow.place import read_json, read_place
+from counterflow.cli_inspect import printable
+from counterflow.errors import BufferUnavailable, ConfigError, first_line
+from counterflow.place import read_config, read_place
 from counterflow.records import Ledger
+from counterflow.summary import read_outcome
+
+if TYPE_CHECKING:
+    from counterflow.buffer.connection import Address
 
 _ANSWER_TIMEOUT_S = 2.0
 _START_TIMEOUT_S = 30.0
@@ -29,12 +34,16 @@ _START_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A ledger, whence it comes, and what the archive holds beside it."""
+    """A ledger, whence it comes, and what the archive holds beside it.
+
+    `uncommitted_steps` are archived past the ledger's policy version: the run was about to tell its server of them.
+    """
 
     ledger: Ledger
     source: str
     archived_groups: int
     archived_tokens: int
+    uncommitted_steps: int
     complaints: list[str]
 
 
@@ -58,53 +67,69 @@ def find(folder: Path) -> Finding:
     Raises:
         ConfigError: no run is there, or nothing is left that knows its ledger.
     """
-    read, source = _read(folder)
-    groups, tokens, uses = 0, 0, 1
-    if (folder / "archive").is_dir():
+    buffer = read_config(folder).buffer
+    read, source = _read(folder, embedded=buffer.url is None)
+    groups, tokens, uncommitted = 0, 0, 0
+    if (folder / "archive").exists():
         from counterflow.buffer.archive import read_steps
-        from counterflow.configs import load_config
 
-        uses = load_config(folder / "config.yaml").buffer.uses
         for step in read_steps(folder / "archive"):
             # The archive knows of a step before the server does.
             if step.learner_version >= read.policy_version:
-                break
+                uncommitted += 1
+                continue
             groups += len(step.groups)
             tokens += sum(len(batch.column("response_token_ids").flatten()) for batch in step.groups)
-    complaints = list(_complaints(read, groups, tokens, uses))
-    return Finding(read, source, groups, tokens, complaints)
+    complaints = list(_complaints(read, groups, tokens, buffer.uses))
+    return Finding(read, source, groups, tokens, uncommitted, complaints)
 
 
-def _read(folder: Path) -> tuple[Ledger, str]:
+def _read(folder: Path, *, embedded: bool) -> tuple[Ledger, str]:
     from counterflow.buffer.connection import Address
 
-    if not folder.is_dir() or not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder} is no run folder (no config.yaml there): name one that `counterflow run` made")
     place = read_place(folder)
+    trouble = BufferUnavailable("no buffer.json names it: the run ended before that, or the file was lost")
     if place:
-        with suppress(BufferUnavailable):
+        try:
             address = Address(place.url, _ANSWER_TIMEOUT_S, outage_s=0.0)
-            return _ask(address, place.run_id), f"its server, {address.shown}"
-    summary = read_json(folder / "summary.json", dict) or {}
-    if place and summary.get("status") != "completed" and (folder / "buffer").is_dir():
+            return _ask(address, place.run_id, f"the server at {address.shown}"), f"its server, {address.shown}"
+        except BufferUnavailable as error:
+            trouble = error
+    status, written = read_outcome(folder)
+    if place and status != "completed" and (folder / "buffer").is_dir():
         # A run that died may have seen its server last before the end.
-        with suppress(BufferUnavailable):
+        try:
             return _ask_left_behind(folder / "buffer", place.run_id), "what its server left on the disk"
-    if summary.get("ledger"):
-        names = {field.name for field in fields(Ledger)}
-        return Ledger(**{k: v for k, v in summary["ledger"].items() if k in names}), "the summary that it wrote"
-    raise ConfigError(
-        f"{folder}: its server does not answer and it left no ledger: start the server that its config.yaml names"
-    )
+        except BufferUnavailable as error:
+            trouble = error
+    if written:
+        # An embedded server ends with its run: that it is silent says nothing.
+        why = "" if embedded and status == "completed" else f" (its server was not read: {_short(trouble)})"
+        return written, f"the summary that it wrote{why}"
+    raise ConfigError(f"{folder}: the run left no ledger, and its server does not tell it: {first_line(trouble)}")
 
 
-def _ask(address: Any, run_id: str) -> Ledger:
+def _short(trouble: BufferUnavailable) -> str:
+    if trouble.__cause__ is None:
+        return str(trouble).partition(": ")[0]
+    # A server that did not start says at the end of its log what ended it.
+    return str(trouble.__cause__).strip().rpartition("\n")[2].rstrip(".")
+
+
+def _ask(address: Address, run_id: str, where: str) -> Ledger:
     from counterflow.buffer.connection import discover
     from counterflow.buffer.store import read_ledger
 
-    found = read_ledger(discover(address), run_id)
+    try:
+        found = read_ledger(discover(address), run_id)
+    except ValueError as error:
+        raise BufferUnavailable(
+            f"what {where} holds of run {run_id} is no ledger: see who else writes there"
+        ) from error
     if not found.generated:
-        raise BufferUnavailable(f"the server at {address.shown} does not know run {run_id}")
+        raise BufferUnavailable(
+            f"{where} does not know run {run_id}: it was removed there, or ended before its first group"
+        )
     return found
 
 
@@ -112,10 +137,17 @@ def _ask_left_behind(data: Path, run_id: str) -> Ledger:
     """Read a copy of the data: its own server may be about to come back."""
     from counterflow.buffer.server import EmbeddedServer
 
-    with tempfile.TemporaryDirectory(prefix="counterflow-") as copy:
-        shutil.copytree(data, Path(copy) / "buffer")
-        with EmbeddedServer(Path(copy) / "buffer", _START_TIMEOUT_S) as server:
-            return _ask(replace(server.address, outage_s=0.0), run_id)
+    try:
+        with tempfile.TemporaryDirectory(prefix="counterflow-") as copy:
+            shutil.copytree(data, Path(copy) / "buffer")
+            with EmbeddedServer(Path(copy) / "buffer", _START_TIMEOUT_S) as server:
+                return _ask(replace(server.address, outage_s=0.0), run_id, str(data))
+    except OSError as error:
+        raise BufferUnavailable(f"{data} cannot be copied ({first_line(error)}): see that it may be read") from error
+    except BufferUnavailable as error:
+        if error.__cause__ is None:
+            raise
+        raise BufferUnavailable(f"{data} cannot be read ({_short(error)}): restore it from a copy") from error.__cause__
 
 
 def _complaints(ledger: Ledger, archived_groups: int, archived_tokens: int, uses: int) -> Iterator[str]:
@@ -145,17 +177,19 @@ def _print(found: Finding) -> None:
     table.add_row("in flight", f"{it.in_flight:,}", "")
     for reason in sorted(it.dropped.keys() | it.tokens_dropped.keys()):
         groups, tokens = it.dropped.get(reason, 0), it.tokens_dropped.get(reason, 0)
-        table.add_row(f"dropped: {reason}", f"{groups:,}", f"{tokens:,}")
-    console = Console()
-    console.print(f"ledger, by {found.source}", markup=False, highlight=False)
+        table.add_row(f"dropped: {printable(reason)}", f"{groups:,}", f"{tokens:,}")
+    console = Console(markup=False, highlight=False, emoji=False)
+    say = partial(console.print, soft_wrap=True)
+    say(f"ledger, by {printable(found.source)}")
     console.print(table)
-    console.print(
+    say(
         f"archived: {found.archived_groups:,} groups, {found.archived_tokens:,} tokens; leases given out again: "
-        f"{it.reissued:,}; groups that a server lost: {it.regenerated:,}; strangers' entries: {it.strangers:,}",
-        markup=False,
-        highlight=False,
+        f"{it.reissued:,}; groups that a server lost: {it.regenerated:,}; strangers' entries: {it.strangers:,}"
     )
+    if found.uncommitted_steps:
+        steps = "1 step" if found.uncommitted_steps == 1 else f"{found.uncommitted_steps:,} steps"
+        say(f"the archive holds {steps} more than the ledger knows: archived, and not committed yet")
     for complaint in found.complaints:
-        console.print(f"does not close: {complaint}", markup=False)
+        say(f"does not close: {complaint}")
     if not found.complaints:
-        console.print("closes")
+        say("closes")

@@ -8,6 +8,7 @@ CounterflowError
 ├── DeadlineExceeded     a wait passed its deadline; says who waited, on what, and for how long
 ├── EntryError           a stream entry is not a group this run can train (it goes to quarantine)
 ├── WeightSyncError      a policy version did not arrive where it had to
+├── OutputError          what a command prints or writes finds no room or no way (exit code 1)
 └── RunFailed            a part of the run died; says which and why (exit code 1)
     └── ProcessDied          one of its processes ended, or an engine below it
 """
@@ -22,6 +23,7 @@ __all__ = [
     "CounterflowError",
     "DeadlineExceeded",
     "EntryError",
+    "OutputError",
     "PlacementError",
     "ProcessDied",
     "RunFailed",
@@ -83,6 +85,10 @@ class WeightSyncError(CounterflowError):
     def __init__(self, message: str, receivers: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.receivers = tuple(receivers)
+
+
+class OutputError(CounterflowError):
+    """What a command prints or writes finds no room or no way."""
 
 
 class RunFailed(CounterflowError):

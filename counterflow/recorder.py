@@ -27,6 +27,7 @@ Span: TypeAlias = tuple[float, float]
 
 GAP_S = 1e-3
 """Two intervals of one activity that lie no further apart are one."""
+TIMES = frozenset({"time_s", "start_s", "end_s"})
 LEARNER_BUSY = frozenset({"train", "stage"})
 ACTOR_BUSY = frozenset({"generate", "evaluate", "update"})
 ARROW_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), list[int]: pa.list_(pa.int64())}
@@ -196,7 +197,9 @@ def summarize(
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
     """Write `summary.json`, whole or not at all."""
     path, temporary = folder / "summary.json", folder / ".summary.json.tmp"
-    temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False)
+    # A reason may name a file whose name is no text.
+    temporary.write_text(text + "\n", encoding="utf-8", errors="replace")
     temporary.replace(path)
     return path
 
@@ -273,9 +276,18 @@ def _read(path: Path, kind: type[Record]) -> list[Record]:
     if not path.exists():
         return []
     try:
-        rows = pq.read_table(path, schema=SCHEMAS[kind]).to_pylist()
-    except (pa.ArrowException, OSError) as error:
+        with path.open("rb") as file:
+            table = pq.read_table(file, schema=SCHEMAS[kind])
+        # A column that the file lacks reads as null, and damage may make any number.
+        empty = [name for name in table.column_names if table.column(name).null_count]
+        if empty:
+            raise pa.ArrowInvalid(f"{empty[0]} lacks values")
+        rows = table.to_pylist()
+        if not all(math.isfinite(row[name]) for row in rows for name in TIMES & row.keys()):
+            raise pa.ArrowInvalid("a time is no number")
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path}: not a record file of this version ({first_line(error)}): run the version that wrote it"
+            f"{path}: not a record file of this version ({first_line(error)}): "
+            "restore it from a copy, or use the version of Counterflow that wrote it"
         ) from None
     return [kind(**row) for row in rows]

@@ -5,7 +5,6 @@ In: the Parquet records, `summary.json` and `config.yaml`, any of which a killed
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from counterflow.configs.load import load_config
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, OutputError
 from counterflow.recorder import RunRecords, read_run, summarize
 from counterflow.report.pictures import pictures_of
 from counterflow.report.words import count, duration, interval, percent, short
+from counterflow.summary import read_summary
 
 __all__ = ["headline", "write_report"]
 
@@ -51,6 +51,7 @@ def write_report(folder: Path) -> Path:
 
     Raises:
         ConfigError: the folder is none, or a file in it is damaged.
+        OutputError: the page cannot be written.
     """
     records = read_run(folder)
     summary = _read_summary(folder, records)
@@ -69,8 +70,14 @@ def write_report(folder: Path) -> Path:
         config=config_file.read_text(encoding="utf-8", errors="replace") if config_file.exists() else None,
     )
     path, temporary = folder / "report.html", folder / ".report.html.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        # A folder's name need not be text.
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(
+            f"{path} cannot be written ({error.strerror or error}): see that its disk has room and lets this user write"
+        ) from error
     return path
 
 
@@ -95,14 +102,8 @@ def headline(summary: dict[str, Any]) -> str:
 
 
 def _read_summary(folder: Path, records: RunRecords) -> dict[str, Any]:
-    path = folder / "summary.json"
-    if path.exists():
-        try:
-            summary = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            raise ConfigError(f"{path}: it is not JSON: delete it to see a report of the records alone") from None
-        if not isinstance(summary, dict) or not set(summary) >= set(_summary_of(records, None, None)):
-            raise ConfigError(f"{path}: keys are missing: delete it to see a report of the records alone")
+    summary = read_summary(folder)
+    if summary is not None:
         return summary
     try:
         config = load_config(folder / "config.yaml", [])

@@ -189,8 +189,40 @@ def test_files_of_tls_are_missing_or_unused(plain_port: int, tmp_path: Path, mon
 
 def test_tls_is_spoken_to_a_plain_port(plain_port: int) -> None:
     # The server takes the first bytes of TLS for a command without an end.
-    with pytest.raises(BufferUnavailable, match=r"cannot be reached \("):
-        check_server(Address(f"rediss://127.0.0.1:{plain_port}", timeout_s=0.5))
+    address = Address(f"rediss://127.0.0.1:{plain_port}", timeout_s=0.5)
+    with pytest.raises(BufferUnavailable, match=r"cannot be reached \(.*use redis:// instead of rediss://"):
+        check_server(address)
+    with pytest.raises(BufferUnavailable, match="went away.*where this port does not speak TLS, use redis://"):
+        discover(address)
+
+
+def test_no_tls_is_spoken_to_a_port_of_tls(plain_port: int, authority: Path) -> None:
+    with in_front_of(plain_port, tls(authority)) as port:
+        address = Address(f"redis://127.0.0.1:{port}")
+        for ask in (check_server, discover):
+            with pytest.raises(BufferUnavailable, match="where this port speaks TLS, use rediss:// instead of redis"):
+                ask(address)
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("unix:///tmp/counterflow-x/buffer.sock", "unix:///tmp/counterflow-x/buffer.sock"),
+        ("unix:///tmp/a@b/buffer.sock?db=1", "unix:///tmp/a@b/buffer.sock?db=1"),
+        ("unix://me:secret@/tmp/buffer.sock", "unix:///tmp/buffer.sock"),
+        ("rediss://cache.example.com:6380/2", "rediss://cache.example.com:6380/2"),
+        ("rediss://me:secret@cache:6380/0?db=1&password=secret", "rediss://cache:6380/0?db=1"),
+        ("redis://cache?username=me&password=secret", "redis://cache"),
+        ("redis://cache?password=secret&db=1", "redis://cache?db=1"),
+        ("redis://:sec/ret#@cache:6379", "redis://cache:6379"),
+        ("redis://[::1", "redis://[::1"),
+    ],
+)
+def test_address_is_shown_with_a_secret_or_in_part(url: str, shown: str) -> None:
+    assert Address(url).shown == shown
 
 
 # Outages

@@ -162,9 +162,10 @@ def in_a_process(stdout, *arguments, **environment):
 def test_output_that_cannot_be_written_is_one_clear_error():
     with Path("/dev/full").open("w") as full:
         done = in_a_process(full, "--vocab", "2", "--length", "1")
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert done.stderr == (
-        "counterflow: error: the audit cannot be written to standard output: [Errno 28] No space left on device\n"
+        "counterflow: error: the output cannot be written (No space left on device): "
+        "make room there, or send it elsewhere\n"
     )
 
 

@@ -45,6 +45,7 @@ def archive(run: Path, origin: Origin, steps: Steps) -> Path:
     with closing(Archive(run / "archive", origin, segment_bytes=3000)) as written:
         for version, groups in enumerate(steps):
             written.append(version, [to_batch(group, origin.schema()) for group in groups])
+    (run / "config.yaml").touch()
     return run
 
 
@@ -120,9 +121,11 @@ def test_table_hides_that_there_are_more(run: Path) -> None:
 
 
 def test_bad_folder_and_nothing_found_are_not_told_apart(tmp_path: Path, run: Path, origin: Origin) -> None:
-    with pytest.raises(ConfigError, match="none: there is no such run folder: check the path"):
-        invoke(tmp_path / "none")
     (tmp_path / "empty").mkdir()
+    for folder in ("none", "empty"):
+        with pytest.raises(ConfigError, match=f"{folder} is no run folder"):
+            invoke(tmp_path / folder)
+    (tmp_path / "empty" / "config.yaml").touch()
     for arguments in (["empty"], ["empty", "--prompt", 1], ["empty", "--text"]):
         answer = invoke(tmp_path / str(arguments[0]), *arguments[1:])
         assert (answer.exit_code, answer.stdout) == (0, f"{tmp_path / 'empty'}: no group is archived yet\n")
@@ -162,10 +165,6 @@ def test_text_is_not_what_was_said(tmp_path: Path, origin: Origin, tiny_model: P
     assert [response["text"] for response in row["responses"]] == ["46", "47"]
 
 
-def no_configuration(run: Path) -> None:
-    assert not (run / "config.yaml").exists()
-
-
 def damaged_configuration(run: Path) -> None:
     (run / "config.yaml").write_text("model: [")
 
@@ -182,7 +181,6 @@ def empty_model(run: Path) -> None:
 @pytest.mark.parametrize(
     ("trouble", "reason"),
     [
-        (no_configuration, "config.yaml"),
         (damaged_configuration, "config.yaml"),
         (no_model, "moved: there is no such model folder"),
         (empty_model, "its tokenizer cannot be loaded"),
@@ -213,3 +211,37 @@ def test_model_that_speaks_to_the_terminal_is_obeyed(
     assert "[red]x[/red] :smile: \\x1b[2J\\x07\\r\\u202e[/nope]\n      step 9 é" in shown
     assert "\\x1b]0;[bold] 2" in shown
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set(shown)
+
+
+def test_limit_beyond_what_the_machine_counts(run: Path) -> None:
+    for limit in (2**63 - 2, 2**63 - 1, 2**63, 10**30):
+        assert len(rows(run, "--limit", limit)) == 8
+
+
+def test_damage_hides_the_steps_around_it(tmp_path: Path, origin: Origin) -> None:
+    run = archive(tmp_path / "run", origin, [[make_group(n)] for n in range(6)])
+    paths = sorted((run / "archive").glob("*.arrow"))
+    assert len(paths) > 2
+    damaged, after = (int(path.stem) for path in paths[1:3])
+    paths[1].unlink()
+    paths[1].mkdir()
+    for step in (damaged, after + 1):
+        assert places(run, "--step", step) == [(step, 0)]
+    for arguments in ([], ["--step", damaged + 1]):
+        with pytest.raises(ConfigError, match=f"{paths[1]} cannot be read .*restore it from a copy"):
+            invoke(run, *arguments)
+
+
+def test_archive_that_is_no_folder_is_an_empty_one(tmp_path: Path, run: Path) -> None:
+    (run / "archive").rename(tmp_path / "away")
+    (run / "archive").touch()
+    with pytest.raises(ConfigError, match="archive cannot be read .Not a directory.*restore it from a copy"):
+        invoke(run)
+
+
+def test_ids_that_no_tokenizer_gives(tmp_path: Path, origin: Origin, tiny_model: Path) -> None:
+    group = make_group(0)
+    strange = [replace(t, response_token_ids=np.array([-1, 2**31 - 1, 0], np.int32)) for t in group.trajectories]
+    run = archive(tmp_path, origin, [[replace(group, trajectories=tuple(strange))]])
+    configure(run, tiny_model)
+    assert "0: reward 0, stop, 3 tokens: [-1, 2147483647, 0]\n" in invoke(run, "--text").stdout

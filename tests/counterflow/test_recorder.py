@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,6 +88,17 @@ def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path: Path) -> None:
         read_run(tmp_path)
     with pytest.raises(ConfigError, match="no such run folder"):
         read_run(tmp_path / "none")
+
+
+def test_file_that_lacks_a_column_or_a_time_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.parquet"
+    whole = {"owner": ["learner"], "activity": ["train"], "start_s": [0.0], "end_s": [1.0]}
+    pq.write_table(pa.table({name: column for name, column in whole.items() if name != "end_s"}), path)
+    with pytest.raises(ConfigError, match=r"timeline\.parquet: .*end_s lacks values.*restore it from a copy"):
+        read_run(tmp_path)
+    pq.write_table(pa.table({**whole, "end_s": [math.nan]}), path)
+    with pytest.raises(ConfigError, match=r"timeline\.parquet: .*a time is no number"):
+        read_run(tmp_path)
 
 
 @given(st.integers(0, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import random
 import re
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterflow.configs import RunConfig, dump
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, OutputError
 from counterflow.recorder import Recorder, RunRecords, summarize, wilson, write_summary
 from counterflow.records import EvaluationRecord, Interval, Ledger, StepRecord
 from counterflow.report import write_report
@@ -173,6 +174,43 @@ def test_damaged_summary_and_missing_folder_are_named(tmp_path: Path) -> None:
         (tmp_path / "summary.json").write_text(text)
         with pytest.raises(ConfigError, match=r"summary\.json"):
             write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["status", "heldout_before", "heldout_after.low", "ledger.dropped", "lag.p95", "busy", "busy.actors", "wall_s",
+     "max_lag", "seed", "reward_failures"],
+)  # fmt: skip
+def test_summary_that_lacks_a_value_or_holds_another_thing(tmp_path: Path, key: str) -> None:
+    path = make_run(tmp_path / "run", make_records(30)) / "summary.json"
+    *sections, leaf = key.split(".")
+    for wrong in ([1], {"a": [1]}, "1", math.nan, ...):
+        summary = json.loads(path.read_text())
+        section = summary
+        for name in sections:
+            section = section[name]
+        kept = section.pop(leaf) if wrong is ... else section[leaf]
+        if wrong is not ...:
+            section[leaf] = wrong
+        if wrong == "1" and key == "status":
+            continue
+        before = path.read_text()
+        path.write_text(json.dumps(summary))
+        with pytest.raises(ConfigError, match=rf"summary\.json cannot be read \({key}.*delete it") as caught:
+            write_report(path.parent)
+        assert "\n" not in str(caught.value) and kept is not ...
+        path.write_text(before)
+
+
+def test_page_that_cannot_be_written(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", make_records(0))
+    (folder / "report.html").mkdir()
+    with pytest.raises(OutputError, match=r"report\.html cannot be written \(Is a directory\): see that"):
+        write_report(folder)
+
+
+def test_reason_that_is_no_text(tmp_path: Path) -> None:
+    assert ">é?</p>" in write_report(make_run(tmp_path / "run", make_records(0), reason="é\udcff")).read_text()
 
 
 def summary_of(before: tuple[int, int] | None, after: tuple[int, int] | None) -> dict[str, Any]:
