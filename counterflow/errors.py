@@ -87,8 +87,8 @@ class WeightSyncError(CounterflowError):
         self.receivers = tuple(receivers)
 
 
-class OutputError(CounterflowError):
-    """What a command prints or writes finds no room or no way."""
+class OutputError(CounterflowError, OSError):
+    """What a command prints or writes finds no room or no way. An OSError too: the live view outlives it."""
 
 
 class RunFailed(CounterflowError):

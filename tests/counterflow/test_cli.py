@@ -49,6 +49,16 @@ def in_a_process(
     )
 
 
+def test_live_view_ends_a_run_whose_output_finds_no_room() -> None:
+    script = (
+        "from counterflow.display import Display; from counterflow.output import checked_output\n"
+        "with checked_output(), Display(3) as display:\n    display.note('x' * 10**6)"
+    )
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-P", "-c", script], stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_full_disk_gives_a_traceback(run: Path, command: tuple[str, ...]) -> None:
     with Path("/dev/full").open("wb") as full:
