@@ -10,14 +10,14 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import AutoTokenizer
 
+from counterflow.actors.busy_clock import BusyClock
 from counterflow.actors.rewards import RewardPool
 from counterflow.actors.tasks import Prompt, TaskSet, prompt_index
 from counterflow.buffer.admission import open_groups
@@ -139,6 +139,17 @@ class RolloutActor:
             )
         return [score[0] for score in scores]
 
+    async def canaries(self, count: int) -> list[Group]:
+        """Responses to the first held-out prompts, sampled as for training, without rewards of their own."""
+        prompts = self._task.heldout[:count]
+        began = time.time()
+        with self._busy.doing("evaluate"):
+            answers = await asyncio.gather(*(self._ready.sample(p.token_ids) for p in prompts))
+        return [
+            self._group(Lease(i, 1), prompt, completions, [0.0] * len(completions), began)
+            for i, (prompt, completions) in enumerate(zip(prompts, answers, strict=True))
+        ]
+
     async def state(self) -> ActorState:
         """How the actor is doing. Raises what ended its loop, if something did."""
         if self._loop_task is not None and self._loop_task.done() and not self._loop_task.cancelled():
@@ -254,41 +265,3 @@ class RolloutActor:
             started_at_us=int(started_at * 1e6),
             finished_at_us=int(time.time() * 1e6),
         )
-
-
-class BusyClock:
-    """Turns overlapping activities into intervals: one interval an activity while at least one of its kind runs."""
-
-    def __init__(self, owner: str, started_at: float) -> None:
-        self._owner, self._started_at = owner, started_at
-        self._running: dict[str, int] = {}
-        self._since: dict[str, float] = {}
-        self._intervals: list[Interval] = []
-
-    @contextmanager
-    def doing(self, activity: str) -> Iterator[None]:
-        """The activity runs for as long as the context is open."""
-        if not self._running.get(activity):
-            self._since[activity] = self._now()
-        self._running[activity] = self._running.get(activity, 0) + 1
-        try:
-            yield
-        finally:
-            self._running[activity] -= 1
-            if not self._running[activity]:
-                self._close(activity)
-
-    def drain(self) -> list[Interval]:
-        """The intervals since the last call; those that go on are cut here and continue."""
-        for activity, running in self._running.items():
-            if running:
-                self._close(activity)
-                self._since[activity] = self._now()
-        drained, self._intervals = self._intervals, []
-        return drained
-
-    def _close(self, activity: str) -> None:
-        self._intervals.append(Interval(self._owner, activity, self._since[activity], self._now()))
-
-    def _now(self) -> float:
-        return time.time() - self._started_at

@@ -351,6 +351,16 @@ class WeightSyncSection(Section):
         description="Address at which actors on other hosts reach the learner. Absent: loopback on one host, else the "
         "learner's address on Ray.",
     )
+    canary_every: int = Field(
+        25,
+        ge=0,
+        description="Versions between two comparisons of every engine's log-probs with the learner's at the same "
+        "version; 0 leaves them out.",
+    )
+    canary_prompts: int = Field(4, ge=1, description="Held-out prompts that each engine answers for a comparison.")
+    canary_limit: float = Field(
+        0.2, gt=0, description="Mean difference of the two, in nats a token, at which the run stops."
+    )
     folder: Path | None = Field(
         None,
         description="Where `disk` writes versions: a folder that all hosts see. Absent: `weights` in the run folder.",

@@ -34,7 +34,7 @@ class Fleet:
         self._handles: dict[int, Any] = {}
         self._serving: set[int] = set()
         self._replacing: dict[int, asyncio.Task[None]] = {}
-        self._restarts, self._begun = 0, False
+        self.restarts, self._begun = 0, False
         self._delivery: Delivery
         self._layout: Layout
 
@@ -118,8 +118,8 @@ class Fleet:
         import ray
 
         while True:
-            self._restarts += 1
-            if self._restarts > self._config.actors.max_restarts:
+            self.restarts += 1
+            if self.restarts > self._config.actors.max_restarts:
                 raise RunFailed(f"actor {index} was lost, after actors.max_restarts replacements: {error}") from error
             self._telemetry.event("actor_lost", actor=index, error=first_line(error))
             self._telemetry.note(f"actor {index} is replaced ({first_line(error)})")

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from counterflow.configs.schema import MetricsSection
 from counterflow.errors import ConfigError
 from counterflow.records import EvaluationRecord, Ledger, StepRecord
+from counterflow.weight_sync.canary import Gap
 
 __all__ = ["Metrics"]
 
@@ -81,6 +82,14 @@ class Metrics:
         """Take over one evaluation."""
         self._collector.observe_evaluation(record)
 
+    def observe_canary(self, actor: int, gap: Gap) -> None:
+        """Take over how far an engine's log-probs are from the learner's at the same version."""
+        self._collector.observe_canary(actor, gap)
+
+    def observe_delivery(self, skipped: int, repeated: int, replaced: int) -> None:
+        """Take over what weight sync had to skip, to load again, and which actors it had to do without, so far."""
+        self._collector.observe_delivery(skipped, repeated, replaced)
+
     def observe_ledger(self, ledger: Ledger) -> None:
         """Take over where every group is."""
         self._collector.observe_ledger(ledger)
@@ -110,6 +119,8 @@ class _RunCollector(Collector):
         self._ledger: Ledger | None = None
         self._reward_failures: dict[str, int] = {}
         self._closed: Counter[str] = Counter()
+        self._gaps: dict[int, Gap] = {}
+        self._delivery: tuple[int, ...] = (0, 0, 0)
 
     def observe_step(self, record: StepRecord) -> None:
         with self._lock:
@@ -126,6 +137,14 @@ class _RunCollector(Collector):
     def observe_evaluation(self, record: EvaluationRecord) -> None:
         with self._lock:
             self._evaluation = record
+
+    def observe_canary(self, actor: int, gap: Gap) -> None:
+        with self._lock:
+            self._gaps[actor] = gap
+
+    def observe_delivery(self, *counts: int) -> None:
+        with self._lock:
+            self._delivery = counts
 
     def observe_ledger(self, ledger: Ledger) -> None:
         with self._lock:
@@ -154,6 +173,7 @@ class _RunCollector(Collector):
             yield from _evaluation_gauges(self._evaluation)
         if self._ledger is not None:
             yield from _ledger_gauges(self._ledger)
+        yield from _weight_sync(self._gaps, *self._delivery)
         closed = GaugeMetricFamily(
             "counterflow_admission_closed_actors", "Actors that may start no more groups now.", labels=["reason"]
         )
@@ -245,6 +265,21 @@ def _ledger_gauges(ledger: Ledger) -> Iterator[Metric]:
     yield _counter("groups_regenerated", "Groups that a restarted server had lost.", ledger.regenerated)
     yield _counter("stranger_entries", "Entries that no actor of this run had added.", ledger.strangers)
     yield _gauge("ledger_closes", "1 when generated = trained + buffered + in flight + dropped.", float(ledger.closes))
+
+
+def _weight_sync(gaps: Mapping[int, Gap], skipped: int, repeated: int, replaced: int) -> Iterator[Metric]:
+    floor = GaugeMetricFamily(
+        "counterflow_engine_gap_nats",
+        "Difference a token of an engine's and the learner's log-probs at the same version.",
+        labels=["actor", "statistic"],
+    )
+    for actor, gap in gaps.items():
+        floor.add_metric([str(actor), "mean"], gap.mean)
+        floor.add_metric([str(actor), "max"], gap.largest)
+    yield floor
+    yield _counter("versions_skipped", "Versions that were overtaken before they were sent.", skipped)
+    yield _counter("weight_loads_repeated", "Loads of a version that failed and were tried again.", repeated)
+    yield _counter("actors_replaced", "Actors that died, or got no weights, and were replaced.", replaced)
 
 
 def _gauge(name: str, doc: str, value: float) -> Metric:

@@ -20,6 +20,7 @@ from counterflow.buffer.connection import Address, discover
 from counterflow.buffer.server import EmbeddedServer
 from counterflow.buffer.store import finish, forget, read_ledger
 from counterflow.buffer.trajectory import Origin
+from counterflow.checks import Checks
 from counterflow.cluster import Cluster, as_failure, bundles, call, connect
 from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
@@ -32,8 +33,7 @@ from counterflow.metrics import Metrics
 from counterflow.place import Place, write_place
 from counterflow.port import WEIGHTS, LearnerPort
 from counterflow.processes import descendants, shared_memory, terminate_like_interrupt
-from counterflow.recorder import wilson
-from counterflow.records import EvaluationRecord, Ledger
+from counterflow.records import Ledger
 from counterflow.telemetry import Telemetry
 from counterflow.weight_sync.delivery import Delivery
 from counterflow.weight_sync.transports import BROADCASTS, settle
@@ -94,6 +94,7 @@ class Run:
         self.server: EmbeddedServer | None = None
         self.delivery: Delivery
         self.fleet: Fleet
+        self.checks: Checks
         self._evaluating: asyncio.Task[None] | None = None
         self._drops = DropWatch(config.admission.groups_per_step, config.run.step_timeout_s)
 
@@ -140,6 +141,7 @@ class Run:
         self.fleet = Fleet(config, actor, self.telemetry)
         port = LearnerPort(self.learner, self.telemetry, config.weight_sync.timeout_s)
         self.delivery = Delivery(port, config.weight_sync.transport in BROADCASTS, self.fleet.given_up)
+        self.checks = Checks(config, self.learner, self.fleet, self.delivery, self.telemetry)
 
     async def _live(self, address: Address) -> None:
         """Start, then train under watch until the last step is taken."""
@@ -165,7 +167,8 @@ class Run:
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """The run itself: evaluate, then step, publish and now and then evaluate, then evaluate again."""
         run, every, delivery = self.config.run, self.config.evaluation.every, self.delivery
-        await self._evaluate(0)
+        await self.checks.evaluate(0)
+        await self.checks.compare(0)
         await self.fleet.begin()
         for step in range(1, run.steps + 1):
             result: StepResult = await call(
@@ -175,55 +178,20 @@ class Run:
             self.telemetry.step(result.record, served=delivery.served, skipped=delivery.skipped)
             self.telemetry.intervals(result.intervals)
             self.telemetry.remarks(result.notes)
+            await self.checks.compare(step)
             if every and step % every == 0 and step < run.steps:
                 await self._evaluate_beside(step, tasks)
         if self._evaluating is not None:
             await self._evaluating
         await delivery.arrived()
-        await self._evaluate(run.steps)
+        await self.checks.evaluate(run.steps)
         await call(self.learner.save.remote(self.folder / "model"), "the learner to save", run.step_timeout_s)
 
     async def _evaluate_beside(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Evaluate while training goes on; an evaluation that is still running is waited for first."""
         if self._evaluating is not None:
             await self._evaluating
-        self._evaluating = tasks.create_task(self._evaluate(step))
-
-    async def _evaluate(self, step: int) -> None:
-        """Greedy accuracy on the held-out set at one policy version: no other version arrives meanwhile."""
-        parts: list[list[float | None]] = []
-        while not parts:
-            async with self.delivery.hold:
-                began, version = self.telemetry.now(), self.delivery.served
-                parts = await self._held_out(version)
-            if not parts:
-                # An actor died of it, or is being replaced, for which the lock must be free.
-                await asyncio.sleep(_WATCH_S)
-                await self.fleet.check()
-        flat = [score for part in parts for score in part]
-        successes = sum(score is not None and score >= self.config.evaluation.success for score in flat)
-        low, high = wilson(successes, len(flat))
-        record = EvaluationRecord(
-            step=step,
-            policy_version=version,
-            time_s=self.telemetry.now(),
-            successes=successes,
-            n=len(flat),
-            low=low,
-            high=high,
-            duration_s=self.telemetry.now() - began,
-        )
-        self.telemetry.evaluation(record, failed=sum(score is None for score in flat))
-
-    async def _held_out(self, version: int) -> list[list[float | None]]:
-        """Each serving actor's part of the scores; nothing when one of them died."""
-        serving = self.fleet.serving
-        answers = await self.fleet.ask(
-            lambda i, actor: actor.evaluate.remote(serving.index(i), len(serving)),
-            f"to evaluate version {version}",
-            self.config.run.step_timeout_s,
-        )
-        return [part for _, part in answers] if len(answers) == len(serving) else []
+        self._evaluating = tasks.create_task(self.checks.evaluate(step))
 
     async def _watch(self, address: Address) -> None:
         """See again and again that all goes well; what does not ends the run, with its reason."""
@@ -232,6 +200,7 @@ class Run:
             self.delivery.raise_failure()
             await self.fleet.check()
             self.telemetry.actors(await self.fleet.states())
+            self.telemetry.delivery(self.delivery.skipped, self.delivery.repeated, self.fleet.restarts)
             ledger = await self._ledger(address)
             self.telemetry.ledger(ledger)
             if warning := self._drops.look(self.telemetry.steps, ledger, self.telemetry.last_error):

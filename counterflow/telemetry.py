@@ -9,7 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from counterflow.actors.rollout import ActorState
@@ -20,6 +20,7 @@ from counterflow.metrics import Metrics
 from counterflow.recorder import Recorder, Status, summarize, write_summary
 from counterflow.records import EvaluationRecord, Interval, Ledger, StepRecord
 from counterflow.report import write_report
+from counterflow.weight_sync.canary import Gap
 
 
 class Telemetry:
@@ -103,6 +104,15 @@ class Telemetry:
             f"held-out at version {record.policy_version}: {record.successes}/{record.n} = {record.rate:.3f} "
             f"[{record.low:.3f}, {record.high:.3f}]" + (f", {failed} without a reward" if failed else "")
         )
+
+    def canary(self, actor: int, version: int, gap: Gap) -> None:
+        """How far an engine's log-probs are from the learner's at the same version."""
+        self._metrics.observe_canary(actor, gap)
+        self.event("canary", actor=actor, policy_version=version, **asdict(gap))
+
+    def delivery(self, skipped: int, repeated: int, replaced: int) -> None:
+        """What weight sync had to skip, to load again, and which actors it had to do without, so far."""
+        self._metrics.observe_delivery(skipped, repeated, replaced)
 
     def actors(self, states: Sequence[ActorState]) -> None:
         """How every actor is doing."""

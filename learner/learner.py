@@ -24,6 +24,7 @@ from counterflow.buffer.trajectory import Group, Origin
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import RunFailed
 from counterflow.learner.batch import Microbatch, loss_mask, microbatches, scored
+from counterflow.learner.canary import measure
 from counterflow.learner.objective.diagnostics import diagnose, remarks
 from counterflow.learner.objective.loss import normalizer, policy_loss
 from counterflow.learner.objective.ratios import learning_rate_scale
@@ -32,6 +33,7 @@ from counterflow.learner.objective_choice import needs_reference, next_beta, obj
 from counterflow.learner.policy import Policy, load_model
 from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
+from counterflow.weight_sync.canary import Gap
 from counterflow.weight_sync.lag import token_lags
 from counterflow.weight_sync.layout import Layout, lay_out, named_weights
 from counterflow.weight_sync.publisher import Shipment, StagedVersion
@@ -140,6 +142,11 @@ class Learner:
         self._notes.clear()
         intervals = [Interval("learner", "wait", waiting, training), Interval("learner", "train", training, end)]
         return StepResult(record, intervals, notes)
+
+    def compare(self, groups: Sequence[Group]) -> Gap:
+        """How far an engine's log-probs of these groups are from the current policy's."""
+        tokens = self._config.learner.microbatch_tokens
+        return measure(self._policy, groups, self._consumer.version, tokens, self._pad_token_id)
 
     def save(self, folder: Path) -> None:
         """Write the current policy, with its tokenizer, as a Hugging Face folder."""

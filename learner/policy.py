@@ -52,6 +52,10 @@ class Policy:
         self.model, self.reference = model, reference
         self._temperature, self._precision, self._device = temperature, precision, device
 
+    def at_temperature(self, temperature: float) -> Policy:
+        """The same models at another temperature."""
+        return Policy(self.model, self.reference, temperature, self._precision, self._device)
+
     def logprobs(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probs under the current policy, float32 [tokens] with gradient, and entropies, detached."""
         return self._forward(self.model, batch)

@@ -184,7 +184,8 @@ def test_layers_arrive_in_each_others_place(pair: Pair) -> None:
 
 
 def test_failed_update_does_not_name_its_actor() -> None:
-    from counterflow.actors.rollout import BusyClock, RolloutActor
+    from counterflow.actors.busy_clock import BusyClock
+    from counterflow.actors.rollout import RolloutActor
 
     class Refusing:
         async def update_weights(self, shipment: Shipment) -> None:

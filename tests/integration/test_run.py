@@ -25,10 +25,14 @@ ANYONES = ("counterflow", "psm_", "sem.mp-")
 def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path: Path) -> None:
     answers = ["7", "raise", "3", "hang", "1", "5", "7", "2", "9", "4", "6", "8", "7", "1", "3", "5", "2", "9"]
     before = shared_memory(*ANYONES)
-    process = start(tmp_path, write_inputs(tmp_path, tiny_model, answers))
+    process = start(tmp_path, write_inputs(tmp_path, tiny_model, answers), "weight_sync.canary_every=3")
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     folder = tmp_path / "runs" / "run"
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    canaries = [event for event in events if event["event"] == "canary"]
+    assert [event["policy_version"] for event in canaries] == [0, 3, 6]
+    assert all(event["tokens"] > 0 and event["mean"] < 1e-4 for event in canaries)
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("completed", 6, 6)
     ledger = summary["ledger"]
