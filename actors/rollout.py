@@ -12,9 +12,11 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from psutil import Process
 from transformers import AutoTokenizer
 
 from counterflow.actors.busy_clock import BusyClock
@@ -27,7 +29,7 @@ from counterflow.buffer.producer import Capacity, Closed, Lease, Producer
 from counterflow.buffer.trajectory import Group, Origin, Trajectory
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import BufferUnavailable, RunFailed, WeightSyncError
-from counterflow.processes import pin
+from counterflow.processes import descendants, pin, shared_memory
 from counterflow.records import Interval
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
@@ -98,13 +100,17 @@ class RolloutActor:
         self._last_error: str | None = None
         self._closed: Closed | None = None
 
-    async def start(self, layout: Layout) -> None:
-        """Start the engine, at version 0, and tell it what later versions consist of."""
+    async def start(self, layout: Layout) -> set[Path]:
+        """Start the engine, at version 0, and tell it what later versions consist of.
+
+        Returns the shared memory of its processes: killed, they cannot remove it.
+        """
         # Here, not above: the supervisor names this class without loading vLLM.
         from counterflow.actors.engine import Engine
 
         self._engine = await Engine.start(self._config)
         await self._engine.connect_weights(self._name, layout)
+        return shared_memory({Process(), *descendants()})
 
     async def begin(self) -> None:
         """Begin to generate groups, until `stop`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from counterflow.actors.rollout import ActorState
@@ -32,6 +33,7 @@ class Fleet:
     def __init__(self, config: RunConfig, spawn: Callable[[int], Any], telemetry: Telemetry) -> None:
         self._config, self._spawn, self._telemetry = config, spawn, telemetry
         self._handles: dict[int, Any] = {}
+        self._segments: dict[int, set[Path]] = {}
         self._serving: set[int] = set()
         self._replacing: dict[int, asyncio.Task[None]] = {}
         self.restarts, self._begun = 0, False
@@ -107,6 +109,11 @@ class Fleet:
         """Ask every actor to stop; returns what Ray waits on."""
         return [handle.stop.remote() for handle in self._handles.values()]
 
+    def remove_shared_memory(self) -> None:
+        """Remove what the engines could not, where they were killed. When all have ended."""
+        for index in list(self._segments):
+            self._unlink(index)
+
     async def close(self) -> None:
         """Replace no more."""
         for task in self._replacing.values():
@@ -124,6 +131,7 @@ class Fleet:
             self._telemetry.event("actor_lost", actor=index, error=first_line(error))
             self._telemetry.note(f"actor {index} is replaced ({first_line(error)})")
             ray.kill(self._handles[index], no_restart=True)
+            self._unlink(index)
             try:
                 await self._start(index)
                 if self._begun:
@@ -137,12 +145,16 @@ class Fleet:
     async def _start(self, index: int) -> None:
         self._handles[index] = actor = self._spawn(index)
         reason = f"actor {index} to start its engine"
-        await call(actor.start.remote(self._layout), reason, self._config.run.start_timeout_s)
+        self._segments[index] = await call(actor.start.remote(self._layout), reason, self._config.run.start_timeout_s)
         await self._delivery.join(f"actor {index}", self._load_on(index, actor))
         self._serving.add(index)
 
     async def _begin(self, index: int) -> None:
         await call(self._handles[index].begin.remote(), f"actor {index} to begin", _ANSWER_TIMEOUT_S)
+
+    def _unlink(self, index: int) -> None:
+        for path in self._segments.pop(index, ()):
+            path.unlink(missing_ok=True)
 
     def _load_on(self, index: int, actor: Any) -> Load:
         async def load(shipment: Shipment) -> int:

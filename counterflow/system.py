@@ -241,6 +241,7 @@ class Run:
             self.telemetry.ledger(await asyncio.to_thread(read_ledger, asked, self.origin.run_id))
         for segment in segments:
             segment.unlink(missing_ok=True)
+        self.fleet.remove_shared_memory()
 
 
 def _forget(address: Address, origin: Origin) -> None:

