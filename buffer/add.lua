@@ -15,7 +15,8 @@ redis.call('HINCRBY', state, 'tokens_generated', tokens)
 if kept == 1 then
   local id = redis.call('XADD', stream, '*', 'n', n, 'tokens', tokens, 'payload', payload)
   redis.call('HDEL', attempts, n)
-  redis.call('HSET', buffered, n, table.concat({id, tokens, #payload, oldest, newest}, ' '))
+  local version = redis.call('HGET', state, 'version') or '0'
+  redis.call('HSET', buffered, n, table.concat({id, tokens, #payload, oldest, newest, version}, ' '))
   redis.call('HINCRBY', state, 'added', 1)
   redis.call('HINCRBY', state, 'bytes_added', #payload)
   redis.call('HINCRBY', state, 'bytes_buffered', #payload)

@@ -24,7 +24,7 @@ from counterflow.buffer.segment import (
     segments,
     stored_steps,
 )
-from counterflow.buffer.trajectory import Origin
+from counterflow.buffer.trajectory import Origin, Passage
 from counterflow.errors import ConfigError, RunFailed, UnavailableError, first_line
 from counterflow.locks import hold
 
@@ -70,12 +70,13 @@ class Archive:
         """`learner_version` of the last step; None while there is none."""
         return self._last_version
 
-    def append(self, learner_version: int, batches: Sequence[pa.RecordBatch]) -> None:
+    def append(self, learner_version: int, batches: Sequence[pa.RecordBatch], passages: Sequence[Passage] = ()) -> None:
         """Keep the groups of the step that is taken at `learner_version`; they are on the disk on return.
 
         Args:
             learner_version: the last step's plus one; any, where the archive is empty.
             batches: one a group, in the order of training, as `to_batch` and `read_batch` give them.
+            passages: each group's way through the buffer; none where it is not known.
 
         Raises:
             UnavailableError: the disk refuses; nothing of the step is kept, and it may be appended again.
@@ -89,7 +90,7 @@ class Archive:
                 f"{self._folder}: learner_version {learner_version} does not follow {self._last_version}, the last "
                 "that is archived: truncate the archive to the version you go on from, or give the run a new folder"
             )
-        message = encode_step(learner_version, batches, self._schema)
+        message = encode_step(learner_version, batches, self._schema, passages)
         with _disk(self._folder, f"step {learner_version + 1} cannot be archived"):
             if self._file is None or not self._same_schema or self._end >= self._segment_bytes:
                 self._begin_segment(learner_version, message)

@@ -93,10 +93,11 @@ class Consumer:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded("the learner", missing(groups, chosen, standing, self._filtered), timeout_s)
             time.sleep(_LOOK_AGAIN_S)
+        taken = self._shelf.take(chosen, self.version)
         self._taken |= set(chosen)
         self._filtered = 0
         self._fetch_ahead(groups)
-        return entries
+        return taken
 
     def commit(self, entries: Sequence[Entry], version: int) -> None:
         """Record that the step which made `version` trained `entries`: in the archive, then on the server, once.
@@ -114,7 +115,8 @@ class Consumer:
                 f"groups {sorted(strangers)} were not taken, or trained before: take each batch anew"
             )
         if self._archive is not None:
-            self._archive.append(self.version, [read_batch(e.payload, self._origin) for e in entries])
+            batches = [read_batch(e.payload, self._origin) for e in entries]
+            self._archive.append(self.version, batches, [e.passage for e in entries])
         self.version = version
         try:
             self._commit_step(version, trained, recovering=bool(self._lost & numbers))

@@ -7,6 +7,7 @@ reader opens a segment. Only reads files; who writes and cuts them is `archive.p
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import zlib
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from counterflow.buffer.codec import END_OF_STREAM
-from counterflow.buffer.trajectory import SCHEMA, SCHEMA_VERSION, Origin
+from counterflow.buffer.trajectory import SCHEMA, SCHEMA_VERSION, Origin, Passage
 from counterflow.errors import ConfigError, EntryError, first_line
 
 STEP_COLUMNS = (
@@ -29,6 +30,8 @@ CONTINUATION = b"\xff\xff\xff\xff"
 SEAL = b"counterflow crc32 "
 UNSEALED = SEAL + b"????????"
 """What stands in a message's metadata while its checksum is computed."""
+PASSAGES = b"passages"
+"""Key in a message's metadata: added_at and taken_at of each of its groups, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class ArchivedStep:
 
     learner_version: int
     groups: list[pa.RecordBatch]
+    passages: list[Passage]
+    """Each group's way through the buffer, for the parts of its lag; empty where that was not archived."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class StoredStep:
             ConfigError: it is not the step that the segment's name and its place in it promise.
         """
         try:
-            step = pa.ipc.read_record_batch(self.message, self.schema)
+            with pa.ipc.open_stream(b"".join((self.schema.serialize(), self.message.serialize()))) as reader:
+                step, metadata = reader.read_next_batch_with_custom_metadata()
             step.validate(full=True)
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(
@@ -77,7 +83,8 @@ class StoredStep:
         starts = np.flatnonzero(np.diff(positions, prepend=-1))
         rows = step.select(SCHEMA.names)
         groups = [rows.slice(at, end - at) for at, end in zip(starts, [*starts[1:], len(positions)], strict=True)]
-        return ArchivedStep(self.learner_version, groups)
+        passages = [Passage(*pair) for pair in json.loads(metadata.get(PASSAGES, b"[]"))]
+        return ArchivedStep(self.learner_version, groups, passages)
 
 
 def segment_schema(origin: Origin) -> pa.Schema:
@@ -86,8 +93,12 @@ def segment_schema(origin: Origin) -> pa.Schema:
     return pa.schema([*STEP_COLUMNS, *schema], metadata=schema.metadata)
 
 
-def encode_step(learner_version: int, batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> bytes:
+def encode_step(
+    learner_version: int, batches: Sequence[pa.RecordBatch], schema: pa.Schema, passages: Sequence[Passage] = ()
+) -> bytes:
     """The step as one message of a stream of `schema`, compressed and with its checksum.
+
+    `passages` go into the message's metadata: the groups' columns are the same with and without them.
 
     Raises:
         EntryError: there is no group, or one of them has no row or other columns.
@@ -102,9 +113,10 @@ def encode_step(learner_version: int, batches: Sequence[pa.RecordBatch], schema:
     version = pa.array(np.full(joined.num_rows, learner_version, np.int64))
     position = pa.array(np.repeat(np.arange(len(rows), dtype=np.int32), rows))
     step = pa.RecordBatch.from_arrays([version, position, *joined.columns], schema=schema)
+    told = json.dumps([(passage.added_at, passage.taken_at) for passage in passages])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_batch(step, custom_metadata={"seal": UNSEALED})
+        writer.write_batch(step, custom_metadata={PASSAGES: told, "seal": UNSEALED})
     stream = sink.getvalue()
     source = pa.BufferReader(stream)
     pa.ipc.read_message(source)

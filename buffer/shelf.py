@@ -5,8 +5,8 @@ What cannot be a group of the run goes to quarantine here. Nothing here chooses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from counterflow.buffer.codec import decode
 from counterflow.buffer.connection import Address, patiently
 from counterflow.buffer.standing import Row
 from counterflow.buffer.store import Keys, script
-from counterflow.buffer.trajectory import Group, Origin
+from counterflow.buffer.trajectory import Group, Origin, Passage
 from counterflow.errors import EntryError
 
 _CHUNK = 32
@@ -33,6 +33,15 @@ class Entry:
     entry_id: bytes
     group: Group
     payload: bytes
+    added_at: int
+    """The learner's version when the group was added, as far as the server knew it."""
+    taken_at: int = -1
+    """The learner's version when it first took the group; -1 while it has not."""
+
+    @property
+    def passage(self) -> Passage:
+        """The group's way through the buffer."""
+        return Passage(self.added_at, self.taken_at)
 
 
 class Shelf:
@@ -78,6 +87,13 @@ class Shelf:
         except EntryError:
             return False
         return True
+
+    def take(self, numbers: Sequence[int], version: int) -> list[Entry]:
+        """The entries of these groups, fetched before, now that a learner of `version` takes them."""
+        for n in numbers:
+            if self._entries[n].taken_at < 0:
+                self._entries[n] = replace(self._entries[n], taken_at=version)
+        return [self._entries[n] for n in numbers]
 
     def keep(self, numbers: Container[int]) -> None:
         """Let go of all groups but these."""
@@ -134,7 +150,7 @@ class Shelf:
             )
         if group.newest_version is not None and group.newest_version > newest_version:
             raise EntryError(f"a token of version {group.newest_version}, while the learner's is {newest_version}")
-        return Entry(row.entry_id, group, payload)
+        return Entry(row.entry_id, group, payload, row.added_at)
 
     def _call_drop(self, entry_id: bytes, n: str, reason: str, detail: str, quarantined: int) -> None:
         k = self._keys

@@ -18,12 +18,14 @@ class Row:
     oldest_version: int
     newest_version: int
     """Of the weights that sampled its tokens; -1 without tokens."""
+    added_at: int
+    """The learner's version when the group was added, as far as the server knew it."""
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
         """The row that add.lua wrote."""
-        entry_id, _, _, oldest, newest = text.split()
-        return cls(entry_id, int(oldest), int(newest))
+        entry_id, _, _, oldest, newest, added_at = text.split()
+        return cls(entry_id, int(oldest), int(newest), int(added_at))
 
     @property
     def arrival(self) -> tuple[int, ...]:

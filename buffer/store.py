@@ -36,7 +36,8 @@ class Keys:
     stream: str
     """Stream: the groups, as Arrow."""
     buffered: str
-    """Hash, the directory: entry id, tokens, bytes, oldest and newest version of each group on the stream."""
+    """Hash, the directory: of each group on the stream its entry id, tokens, bytes, oldest and newest version, and the
+    learner's version at its addition."""
     uses: str
     """Hash: steps that trained a group which is still on the stream."""
     answered: str

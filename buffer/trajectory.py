@@ -101,6 +101,16 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Passage:
+    """A group's way through the buffer, in learner versions."""
+
+    added_at: int
+    """The learner's when the group was added, as far as the server knew it."""
+    taken_at: int
+    """The learner's when it first took the group; after a restart, when the new learner first did."""
+
+
+@dataclass(frozen=True)
 class Origin:
     """What every group of a run shares: the metadata of its record batches, checked by the reader."""
 

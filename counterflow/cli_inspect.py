@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -26,6 +27,8 @@ from counterflow.place import check_run_folder, read_config
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from counterflow.buffer.trajectory import Passage
+
 WIDTH_WITHOUT_TERMINAL = 120
 
 Decode = Callable[[list[int]], str | None]
@@ -37,6 +40,8 @@ class GroupRow:
 
     `step` is the one that trained it, `position` its place there. `tokens` are response tokens. Rewards count only
     samples that have one: None where none has. Lags are those of response tokens: None where there is no token.
+    `added_at` and `taken_at` are the learner's versions when the group was added to the buffer and first taken out of
+    it: None where the archive does not say.
     """
 
     step: int
@@ -49,10 +54,12 @@ class GroupRow:
     reward_std: float | None
     lag_min: int | None
     lag_max: int | None
+    added_at: int | None
+    taken_at: int | None
     finish_reasons: dict[str, int]
 
     @classmethod
-    def of(cls, learner_version: int, position: int, group: pa.RecordBatch) -> GroupRow:
+    def of(cls, learner_version: int, position: int, group: pa.RecordBatch, passage: Passage | None) -> GroupRow:
         """The row of the group at `position` of the step taken at `learner_version`."""
         rewards = [reward for reward in _rewards(group) if reward is not None]
         spans = [span for spans in group.column("version_spans").to_pylist() for span in spans]
@@ -68,6 +75,8 @@ class GroupRow:
             reward_std=statistics.pstdev(rewards) if rewards else None,
             lag_min=min(lags, default=None),
             lag_max=max(lags, default=None),
+            added_at=passage.added_at if passage else None,
+            taken_at=passage.taken_at if passage else None,
             finish_reasons=dict(Counter(group.column("finish_reason").to_pylist()).most_common()),
         )
 
@@ -140,8 +149,8 @@ def find_groups(run: Path, filters: Filters) -> Iterator[tuple[GroupRow, pa.Reco
     for archived in read_steps(folder, start=0 if filters.step is None else filters.step - 1):
         if filters.step is not None and archived.learner_version >= filters.step:
             return
-        for position, group in enumerate(archived.groups):
-            row = GroupRow.of(archived.learner_version, position, group)
+        for position, (group, passage) in enumerate(itertools.zip_longest(archived.groups, archived.passages)):
+            row = GroupRow.of(archived.learner_version, position, group, passage)
             if filters.matches(row):
                 yield row, group
         # The next step may be damaged.

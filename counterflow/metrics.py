@@ -214,6 +214,18 @@ def _step_gauges(step: StepRecord) -> Iterator[Metric]:
     yield _gauge("policy_version", "Optimizer steps behind the learner's weights.", step.policy_version)
     yield _gauge("publish_debt", "Versions made that the actors do not serve yet.", step.publish_debt)
     yield _gauge("step_lag_max", "Largest token lag of the last step, in versions.", step.lag_max)
+    parts = GaugeMetricFamily(
+        "counterflow_step_lag_mean", "Parts of the mean token lag of the last step, in versions.", labels=["part"]
+    )
+    for part in ("in_flight", "in_queue", "in_learner"):
+        parts.add_metric([part], getattr(step, f"lag_{part}_mean"))
+    yield parts
+    by_weight = "Mean lag of the last step, each token counted by its weight in the loss, in versions."
+    weighted = sum(lag * share for lag, share in enumerate(step.lag_histogram_weighted))
+    yield _gauge("step_lag_weighted_mean", by_weight, weighted)
+    yield _gauge(
+        "step_cache_age_mean", "Mean age of the caches that tokens attended to, in versions.", step.cache_age_mean
+    )
     yield _gauge("reward", "Mean task reward of the last step.", step.reward_mean)
     yield _gauge("kl_reference_nats", "KL(pi || ref) a token by k3.", step.kl_reference)
     kl = GaugeMetricFamily("counterflow_kl_behavior_nats", "KL(mu || pi) a token.", labels=["estimator"])

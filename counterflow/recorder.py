@@ -30,7 +30,13 @@ GAP_S = 1e-3
 TIMES = frozenset({"time_s", "start_s", "end_s"})
 LEARNER_BUSY = frozenset({"train", "stage"})
 ACTOR_BUSY = frozenset({"generate", "evaluate", "update"})
-ARROW_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), list[int]: pa.list_(pa.int64())}
+ARROW_TYPES = {
+    int: pa.int64(),
+    float: pa.float64(),
+    str: pa.string(),
+    list[int]: pa.list_(pa.int64()),
+    list[float]: pa.list_(pa.float64()),
+}
 SCHEMAS = {
     kind: pa.schema([(name, ARROW_TYPES[hint]) for name, hint in get_type_hints(kind).items()])
     for kind in (StepRecord, EvaluationRecord, Interval)

@@ -26,8 +26,16 @@ class StepRecord:
     lag_p50: float
     lag_p95: float
     lag_max: int
+    lag_in_flight_mean: float
+    lag_in_queue_mean: float
+    lag_in_learner_mean: float
+    """Parts of the mean lag, which they add up to; see `weight_sync/lag.py`."""
     lag_histogram: list[int]
     """Trained tokens by lag: entry i counts tokens of lag i."""
+    lag_histogram_weighted: list[float]
+    """The same, each token counted by its weight in the loss, of sum 1; empty where no token has weight."""
+    cache_age_mean: float
+    """How many versions older than itself a key-value cache may be that a token attended to."""
     kl_reference: float
     """KL(pi || ref) per token by k3, nats."""
     kl_behavior_k1: float

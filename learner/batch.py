@@ -1,6 +1,7 @@
 """From groups to tensors: microbatches of whole groups, right-padded, with the place of every response token.
 
-Groups flow in from the buffer, `Microbatch`es flow out to the policy. Knows numpy and torch, not the objective.
+Groups flow in from the buffer, `Microbatch`es flow out to the policy, the lag of what they train to the record.
+Knows numpy and torch, not the objective.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from counterflow.buffer.shelf import Entry
 from counterflow.buffer.trajectory import BoolArray, Group, Trajectory
+from counterflow.weight_sync.lag import TokenLags, group_lags, trained_lags
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,21 @@ def loss_mask(trajectory: Trajectory) -> BoolArray:
     if trajectory.loss_mask is not None:
         return trajectory.loss_mask
     return np.ones(len(trajectory.response_token_ids), np.bool_)
+
+
+def lags_of(entries: Sequence[Entry], learner_version: int) -> TokenLags:
+    """The lags of the tokens that a step on these entries trains, in the order of its microbatches.
+
+    Raises:
+        ValueError: a token comes from a version that the learner has not made.
+    """
+    # Actors clear the key-value cache at each update, so that running requests are recomputed.
+    groups = [
+        group_lags([t.version_spans for t in scored(entry.group)], entry.passage, learner_version, recomputed=True)
+        for entry in entries
+    ]
+    masks = [loss_mask(t) for entry in entries for t in scored(entry.group)]
+    return trained_lags(groups, np.concatenate(masks))
 
 
 def microbatches(groups: Sequence[Group], max_tokens: int, pad_token_id: int) -> list[Microbatch]:

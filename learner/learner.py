@@ -23,10 +23,10 @@ from counterflow.buffer.shelf import Entry
 from counterflow.buffer.trajectory import Group, Origin
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import RunFailed
-from counterflow.learner.batch import Microbatch, loss_mask, microbatches, scored
+from counterflow.learner.batch import Microbatch, lags_of, microbatches, scored
 from counterflow.learner.canary import measure
 from counterflow.learner.objective.diagnostics import diagnose, remarks
-from counterflow.learner.objective.loss import normalizer, policy_loss
+from counterflow.learner.objective.loss import normalizer, policy_loss, token_weights
 from counterflow.learner.objective.ratios import learning_rate_scale
 from counterflow.learner.objective.types import Diagnostics, PolicyBatch, concatenate
 from counterflow.learner.objective_choice import needs_reference, next_beta, objective_spec
@@ -34,7 +34,7 @@ from counterflow.learner.policy import Policy, load_model
 from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
 from counterflow.weight_sync.canary import Gap
-from counterflow.weight_sync.lag import token_lags
+from counterflow.weight_sync.lag import TokenLags, mean, weighted_histogram
 from counterflow.weight_sync.layout import Layout, lay_out, named_weights
 from counterflow.weight_sync.publisher import Shipment, StagedVersion
 from counterflow.weight_sync.transports import open_publisher
@@ -166,7 +166,7 @@ class Learner:
 
     def _train(self, entries: Sequence[Entry]) -> StepRecord:
         groups = [entry.group for entry in entries]
-        lags = self._lags(groups)
+        lags = self._lags(entries)
         batches = microbatches(groups, self._config.learner.microbatch_tokens, self._pad_token_id)
         sequences = sum(len(batch.rewards) for batch in batches)
         tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
@@ -198,7 +198,8 @@ class Learner:
             )
         self._optimizer.step()
         self._schedule.step()
-        record = self._record(groups, lags, measured, loss_sum, entropy_sum, float(norm), learning_rate)
+        weights = token_weights(whole, self._spec)[whole.loss_mask].double().cpu().numpy()
+        record = self._record(groups, lags, weights, measured, loss_sum, entropy_sum, float(norm), learning_rate)
         beta = next_beta(self._config.objective.kl, self._spec.beta, self._consumer.version + 1, measured.kl_reference)
         self._spec = replace(self._spec, beta=beta)
         return record
@@ -226,19 +227,18 @@ class Learner:
         )
         return policy_batch, entropies
 
-    def _lags(self, groups: Sequence[Group]) -> npt.NDArray[np.int64]:
+    def _lags(self, entries: Sequence[Entry]) -> TokenLags:
         version, max_lag = self._consumer.version, self._config.admission.max_lag
-        kept = [t for group in groups for t in scored(group)]
-        masks = np.concatenate([loss_mask(t) for t in kept])
-        lags: npt.NDArray[np.int64] = token_lags([span for t in kept for span in t.version_spans], version)[masks]
-        if lags.max(initial=0) > max_lag:
-            raise RunFailed(f"step {version + 1} got a token of lag {lags.max()}, admission.max_lag is {max_lag:g}")
+        lags = lags_of(entries, version)
+        if (largest := lags.total.max(initial=0)) > max_lag:
+            raise RunFailed(f"step {version + 1} got a token of lag {largest}, admission.max_lag is {max_lag:g}")
         return lags
 
     def _record(
         self,
         groups: Sequence[Group],
-        lags: npt.NDArray[np.int64],
+        lags: TokenLags,
+        weights: npt.NDArray[np.float64],
         measured: Diagnostics,
         loss: float,
         entropy: float,
@@ -246,8 +246,8 @@ class Learner:
         rate: float,
     ) -> StepRecord:
         trained = [t for group in groups for t in scored(group)]
-        tokens = len(lags)
-        lags = lags if tokens else np.zeros(1, np.int64)
+        tokens = len(lags.total)
+        total = lags.total if tokens else np.zeros(1, np.int64)
         return StepRecord(
             step=0,
             policy_version=0,
@@ -256,11 +256,16 @@ class Learner:
             sequences=len(trained),
             tokens=tokens,
             reward_mean=float(np.mean([t.reward for t in trained])),
-            lag_mean=float(lags.mean()),
-            lag_p50=float(np.percentile(lags, 50)),
-            lag_p95=float(np.percentile(lags, 95)),
-            lag_max=int(lags.max()),
-            lag_histogram=np.bincount(lags).tolist() if tokens else [],
+            lag_mean=mean(total),
+            lag_p50=float(np.percentile(total, 50)),
+            lag_p95=float(np.percentile(total, 95)),
+            lag_max=int(total.max()),
+            lag_in_flight_mean=mean(lags.in_flight),
+            lag_in_queue_mean=mean(lags.in_queue),
+            lag_in_learner_mean=mean(lags.in_learner),
+            lag_histogram=np.bincount(lags.total).tolist(),
+            lag_histogram_weighted=weighted_histogram(lags.total, weights),
+            cache_age_mean=mean(lags.cache_age),
             kl_reference=measured.kl_reference,
             kl_behavior_k1=measured.kl_behavior_k1,
             kl_behavior_k3=measured.kl_behavior_k3,

@@ -6,6 +6,7 @@ Colours are CSS variables (`var(--ink)`, `var(--blue)`, ...) that the page defin
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -74,21 +75,31 @@ def heldout_figure(evaluations: Sequence[EvaluationRecord]) -> str:
 
 
 def lag_histogram_figure(steps: Sequence[StepRecord], max_lag: float | None) -> str:
-    """Share of trained tokens by lag, with the bound marked."""
+    """Share of trained tokens by lag, and of their weight in the loss, with the bound marked."""
     figure, axes = _axes("trained tokens, %", "lag, versions")
     counts = lag_counts(steps)
     total = sum(counts) or 1
     axes.bar(range(len(counts)), [100 * count / total for count in counts], color=BLUE, width=0.8)
+    if shares := weighted_lag_shares(steps):
+        weighted = [100 * share for share in shares]
+        axes.plot(range(len(shares)), weighted, color=AMBER, linestyle="", marker="_", markersize=14,
+                  markeredgewidth=2, label="by weight in the loss")  # fmt: skip
     if max_lag is not None and math.isfinite(max_lag):
         axes.axvline(max_lag + 0.5, color=PINK, linewidth=1.5, linestyle="--", label=f"max_lag = {max_lag:g}")
         axes.set_xlim(-0.6, max(len(counts) - 1, max_lag) + 1.0)
+    if axes.get_legend_handles_labels()[0]:
         _legend(axes)
     return _svg(figure)
 
 
 def lag_by_step_figure(steps: Sequence[StepRecord], max_lag: float | None) -> str:
-    """Mean and largest token lag by step, with the bound marked."""
+    """Mean and largest token lag by step, the parts of the mean below it, with the bound marked."""
     figure, axes = _axes("lag, versions")
+    axes.stackplot(
+        _x(steps),
+        *([getattr(step, f"lag_{part}_mean") for step in steps] for part in ("in_flight", "in_queue", "in_learner")),
+        colors=(TEAL, VIOLET, PINK), alpha=0.35, linewidth=0, labels=("in flight", "in queue", "in learner"),
+    )  # fmt: skip
     _line(axes, steps, [step.lag_mean for step in steps], BLUE, "mean")
     _line(axes, steps, [step.lag_max for step in steps], AMBER, "largest")
     if max_lag is not None and math.isfinite(max_lag):
@@ -97,7 +108,7 @@ def lag_by_step_figure(steps: Sequence[StepRecord], max_lag: float | None) -> st
         [step.lag_max for step in steps] + ([max_lag] if max_lag is not None and math.isfinite(max_lag) else [])
     )
     axes.set_ylim(-0.03 * max(1, tallest), 1.12 * max(1, tallest))
-    _legend(axes)
+    _legend(axes, columns=2)
     return _svg(figure)
 
 
@@ -166,6 +177,12 @@ def timeline_figure(intervals: Sequence[Interval]) -> str:
             handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9, labelcolor=INK
         )
     return _svg(figure)
+
+
+def weighted_lag_shares(steps: Sequence[StepRecord]) -> list[float]:
+    """Share of the loss's weight by lag, mean over the steps that have any."""
+    found = [record.lag_histogram_weighted for record in steps if record.lag_histogram_weighted]
+    return [math.fsum(shares) / len(found) for shares in itertools.zip_longest(*found, fillvalue=0.0)]
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -244,8 +261,8 @@ def _line(
     _widen(axes, _x(steps))
 
 
-def _legend(axes: Any) -> None:
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best", handlelength=1.4)
+def _legend(axes: Any, columns: int = 1) -> None:
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best", handlelength=1.4, ncols=columns)
 
 
 def _widen(axes: Any, places: Sequence[int]) -> None:

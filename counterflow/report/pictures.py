@@ -71,15 +71,18 @@ def _of_steps(steps: list[StepRecord], summary: dict[str, Any]) -> list[Picture]
         ),
         Picture(
             "Lag of trained tokens",
-            "Learner version at the update, minus the version that sampled the token.",
+            "Learner version at the update, minus the version that sampled the token: by tokens, and by their weight "
+            "in the loss.",
             f"Histogram of token lag: mean {short(lag['mean'])}, 95th percentile {short(lag['p95'])}, "
             f"largest {short(lag['max'])}, {bound}.",
             Markup(figures.lag_histogram_figure(steps, max_lag)),
         ),
         Picture(
             "Lag by step",
-            "Mean and largest token lag of each step.",
-            f"Line chart of token lag by step: mean {change('lag_mean')}, {bound}.",
+            "Mean and largest token lag of each step. The mean is made while groups are generated (in flight), wait in "
+            "the buffer (in queue) and are used again (in learner).",
+            f"Line chart of token lag by step: mean {change('lag_mean')}, in flight {change('lag_in_flight_mean')}, "
+            f"in queue {change('lag_in_queue_mean')}, {bound}.",
             Markup(figures.lag_by_step_figure(steps, max_lag)),
         ),
         Picture(

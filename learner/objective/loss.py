@@ -39,6 +39,20 @@ def token_losses(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
     return losses
 
 
+@torch.no_grad()
+def token_weights(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
+    """How much each token counts in the loss, up to one factor for all: float [tokens], 0 where cut or masked.
+
+    The weight w_t of its gradient in `token_losses`, over the length of its sequence for `sequence_mean`. Neither the
+    advantage nor the weights of a KL term beside it count.
+    """
+    batch = _widened(batch)
+    weight = correct(batch, spec, advantages(batch, spec)).weight.abs()
+    if spec.reduction == "sequence_mean":
+        weight = weight / sequence_tokens(batch).clamp(min=1)[batch.sequence]
+    return weight
+
+
 def _widened(batch: PolicyBatch) -> PolicyBatch:
     """One cast for all uses, so that the gradients of the terms add up before they are rounded to half precision."""
     divergence = batch.reference_divergence

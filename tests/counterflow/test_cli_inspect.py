@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from counterflow.buffer.archive import Archive
 from counterflow.buffer.codec import to_batch
-from counterflow.buffer.trajectory import Group, Origin, Trajectory, VersionSpan
+from counterflow.buffer.trajectory import Group, Origin, Passage, Trajectory, VersionSpan
 from counterflow.cli_inspect import inspect
 from counterflow.configs import RunConfig, dump
 from counterflow.errors import ConfigError
@@ -79,6 +79,8 @@ def test_numbers_of_a_group_are_those_of_another(tmp_path: Path, origin: Origin)
         "reward_std": pytest.approx(np.std([0.0, 1.0, 0.5])),
         "lag_min": 1,
         "lag_max": 3,
+        "added_at": None,
+        "taken_at": None,
         "finish_reasons": {"stop": 3, "length": 1},
     }
 
@@ -103,6 +105,15 @@ def test_reward_filters_take_groups_without_reward(tmp_path: Path, origin: Origi
     assert places(run, "--min-reward", 0.1, "--max-reward", 0.9) == [(1, 1)]
     assert rows(run)[4]["reward_mean"] is None
     assert invoke(run).stdout.splitlines()[7].split("│")[7].strip() == "-"
+
+
+def test_way_through_the_buffer_is_that_of_another_group(tmp_path: Path, origin: Origin) -> None:
+    with closing(Archive(tmp_path / "archive", origin)) as written:
+        groups = [to_batch(make_group(n), origin.schema()) for n in (5, 3)]
+        written.append(7, groups, [Passage(added_at=4, taken_at=6), Passage(added_at=5, taken_at=7)])
+    (tmp_path / "config.yaml").touch()
+    found = [(row["admission"], row["added_at"], row["taken_at"]) for row in rows(tmp_path)]
+    assert found == [(5, 4, 6), (3, 5, 7)]
 
 
 def test_responses_without_a_token_have_no_lag(tmp_path: Path, origin: Origin) -> None:

@@ -18,7 +18,7 @@ EVALUATION = EvaluationRecord(0, 0, 0.0, 40, 100, 0.3, 0.5, 0.1)
 
 
 def make_step(step: int, **changes: Any) -> StepRecord:
-    zero = {field.name: [] if field.name == "lag_histogram" else 0 for field in dataclasses.fields(StepRecord)}
+    zero = {field.name: [] if field.name.startswith("lag_histogram") else 0 for field in dataclasses.fields(StepRecord)}
     return StepRecord(**{**zero, "step": step, "policy_version": step, "time_s": 2.0 * step, **changes})
 
 

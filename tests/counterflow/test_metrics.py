@@ -25,7 +25,7 @@ def metrics() -> Iterator[Metrics]:
 
 
 def make_step(**changes: Any) -> StepRecord:
-    zero = {field.name: [] if field.name == "lag_histogram" else 0 for field in dataclasses.fields(StepRecord)}
+    zero = {field.name: [] if field.name.startswith("lag_histogram") else 0 for field in dataclasses.fields(StepRecord)}
     return StepRecord(**{**zero, **changes})
 
 
@@ -73,6 +73,17 @@ def test_lag_histogram_is_cumulative_and_counts_every_token(metrics: Metrics) ->
     assert samples["counterflow_token_lag_bucket{le=64.0}"] == 12
     assert samples["counterflow_token_lag_bucket{le=+Inf}"] == samples["counterflow_token_lag_count"] == 12
     assert samples["counterflow_token_lag_sum"] == 2 + 40 * 7
+
+
+def test_parts_of_the_lag_are_served_as_means_of_other_parts(metrics: Metrics) -> None:
+    parts = {"lag_in_flight_mean": 1.5, "lag_in_queue_mean": 0.25, "lag_in_learner_mean": 1.0}
+    metrics.observe_step(make_step(**parts, cache_age_mean=0.75, lag_histogram_weighted=[0.5, 0.25, 0.25]))
+    samples = scrape(metrics)
+    assert samples["counterflow_step_lag_mean{part=in_flight}"] == 1.5
+    assert samples["counterflow_step_lag_mean{part=in_queue}"] == 0.25
+    assert samples["counterflow_step_lag_mean{part=in_learner}"] == 1.0
+    assert samples["counterflow_step_lag_weighted_mean"] == 0.75
+    assert samples["counterflow_step_cache_age_mean"] == 0.75
 
 
 def test_ledger_and_evaluation_are_served(metrics: Metrics) -> None:

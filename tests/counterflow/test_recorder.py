@@ -30,9 +30,8 @@ from counterflow.records import EvaluationRecord, Interval, Ledger, StepRecord
 
 
 def make_step(step: int, **changes: object) -> StepRecord:
-    values: dict[str, object] = {}
-    for field in dataclasses.fields(StepRecord):
-        values[field.name] = {"int": step, "float": step / 7, "list[int]": [0, step]}[str(field.type)]
+    of_type = {"int": step, "float": step / 7, "list[int]": [0, step], "list[float]": [0.25, 0.75]}
+    values = {field.name: of_type[str(field.type)] for field in dataclasses.fields(StepRecord)}
     return StepRecord(**{**values, "step": step, **changes})  # type: ignore[arg-type]
 
 

@@ -21,7 +21,7 @@ from counterflow.errors import ConfigError, OutputError
 from counterflow.recorder import Recorder, RunRecords, summarize, wilson, write_summary
 from counterflow.records import EvaluationRecord, Interval, Ledger, StepRecord
 from counterflow.report import write_report
-from counterflow.report.figures import coalesce, moving_average
+from counterflow.report.figures import coalesce, moving_average, weighted_lag_shares
 from counterflow.report.render import headline
 
 LEDGER = Ledger(3_870, 3_840, 20, 8, {"stale": 2}, 120_000, 118_000, 1_500, {"stale": 500})
@@ -44,7 +44,9 @@ def make_records(steps: int, *, actors: int = 2, seconds: float = 1.3, seed: int
         zero: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepRecord)}
         changes = {
             "step": step, "policy_version": step, "time_s": now, "tokens": sum(lags), "lag_histogram": lags,
-            "lag_mean": lag_mean, "lag_max": 4,
+            "lag_mean": lag_mean, "lag_max": 4, "lag_histogram_weighted": [count / sum(lags) for count in lags],
+            "lag_in_flight_mean": 0.6 * lag_mean, "lag_in_queue_mean": 0.3 * lag_mean,
+            "lag_in_learner_mean": 0.1 * lag_mean,
             "reward_mean": 0.4 + 0.3 * part + random.gauss(0, 0.04),
             "kl_reference": 0.01 * part + abs(random.gauss(0, 5e-4)), "kl_behavior_k3": 0.002 + random.gauss(0, 3e-4),
             "kl_behavior_k1": 0.002 + random.gauss(0, 1e-3), "ess_token": 0.97 + random.gauss(0, 0.006),
@@ -143,7 +145,14 @@ def test_missing_evaluations_and_values_that_are_no_numbers(tmp_path: Path) -> N
     records = make_records(4)
     records.evaluations.clear()
     broken = [
-        dataclasses.replace(step, kl_reference=math.nan, grad_norm=math.inf, reward_mean=math.nan, lag_histogram=[])
+        dataclasses.replace(
+            step,
+            kl_reference=math.nan,
+            grad_norm=math.inf,
+            reward_mean=math.nan,
+            lag_histogram=[],
+            lag_histogram_weighted=[],
+        )
         for step in records.steps
     ]
     folder = make_run(tmp_path / "run", RunRecords(broken, [], []), max_lag=math.inf)
@@ -239,6 +248,16 @@ def test_a_headline_says_rose_only_when_the_intervals_are_apart(before: int, aft
     summary = summary_of((before, 200), (after, 200))
     apart = summary["heldout_after"]["low"] > summary["heldout_before"]["high"]
     assert ("rose" in headline(summary)) == apart
+
+
+def test_weighted_lag_of_a_run_counts_steps_without_weight() -> None:
+    histograms: list[list[float]] = [[1.0], [], [0.25, 0.5, 0.25]]
+    steps = [
+        dataclasses.replace(step, lag_histogram_weighted=shares)
+        for step, shares in zip(make_records(3).steps, histograms, strict=True)
+    ]
+    assert weighted_lag_shares(steps) == [0.625, 0.25, 0.125]
+    assert weighted_lag_shares(steps[1:2]) == []
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1), st.integers(1, 5))

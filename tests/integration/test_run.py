@@ -44,6 +44,9 @@ def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path
     steps = pq.read_table(folder / "metrics.parquet").to_pylist()
     assert [row["policy_version"] for row in steps] == [1, 2, 3, 4, 5, 6]
     assert all(sum(row["lag_histogram"]) == row["tokens"] for row in steps)
+    parts = ("lag_in_flight_mean", "lag_in_queue_mean", "lag_in_learner_mean")
+    assert [sum(row[part] for part in parts) for row in steps] == pytest.approx([row["lag_mean"] for row in steps])
+    assert [sum(row["lag_histogram_weighted"]) for row in steps] == pytest.approx([1.0] * 6)
     # Only samples with a reward carry gradient.
     assert sum(row["failed_samples"] for row in steps) + sum(row["sequences"] for row in steps) == 24 * 4
     evaluations = pq.read_table(folder / "evaluations.parquet").to_pylist()
