@@ -56,8 +56,7 @@ class Engine:
         self.restarted = 0
         """Requests that were aborted for an update and asked again."""
         self._in_flight = config.weight_sync.in_flight
-        # Where requests are not kept, no cache is of use.
-        self._recompute = config.weight_sync.recompute or self._in_flight != "keep"
+        self._recompute = config.weight_sync.caches_are_recomputed
         sampling = config.sampling
         self._sampled = SamplingParams(
             n=config.admission.samples_per_group,

@@ -366,6 +366,12 @@ class WeightSyncSection(Section):
         description="Where `disk` writes versions: a folder that all hosts see. Absent: `weights` in the run folder.",
     )
 
+    @property
+    def caches_are_recomputed(self) -> bool:
+        """Whether no token attends to key-value cache of older weights than its own."""
+        # Where requests are not kept, no cache is of use.
+        return self.recompute or self.in_flight != "keep"
+
 
 class EvaluationSection(Section):
     """The held-out set, decoded greedily at one policy version."""

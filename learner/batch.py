@@ -52,15 +52,19 @@ def loss_mask(trajectory: Trajectory) -> BoolArray:
     return np.ones(len(trajectory.response_token_ids), np.bool_)
 
 
-def lags_of(entries: Sequence[Entry], learner_version: int) -> TokenLags:
+def lags_of(entries: Sequence[Entry], learner_version: int, *, recomputed: bool) -> TokenLags:
     """The lags of the tokens that a step on these entries trains, in the order of its microbatches.
+
+    Args:
+        recomputed: whether actors recompute the key-value cache of running requests at each update.
 
     Raises:
         ValueError: a token comes from a version that the learner has not made.
     """
-    # Actors clear the key-value cache at each update, so that running requests are recomputed.
     groups = [
-        group_lags([t.version_spans for t in scored(entry.group)], entry.passage, learner_version, recomputed=True)
+        group_lags(
+            [t.version_spans for t in scored(entry.group)], entry.passage, learner_version, recomputed=recomputed
+        )
         for entry in entries
     ]
     masks = [loss_mask(t) for entry in entries for t in scored(entry.group)]

@@ -229,7 +229,7 @@ class Learner:
 
     def _lags(self, entries: Sequence[Entry]) -> TokenLags:
         version, max_lag = self._consumer.version, self._config.admission.max_lag
-        lags = lags_of(entries, version)
+        lags = lags_of(entries, version, recomputed=self._config.weight_sync.caches_are_recomputed)
         if (largest := lags.total.max(initial=0)) > max_lag:
             raise RunFailed(f"step {version + 1} got a token of lag {largest}, admission.max_lag is {max_lag:g}")
         return lags
