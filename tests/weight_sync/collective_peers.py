@@ -36,7 +36,7 @@ def digest(tensors: Iterable[NamedTensor]) -> str:
     seen = hashlib.sha256()
     for name, tensor in tensors:
         seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        seen.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        seen.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()
 
 
@@ -56,10 +56,10 @@ def reset_peak() -> int:
 class Peer:
     """A receiver in its own process, which does what it is asked, one thing after the other."""
 
-    def __init__(self, name: str, layout: Layout) -> None:
+    def __init__(self, name: str, layout: Layout, device: str = "cpu") -> None:
         self.name = name
         self._pipe, theirs = PROCESSES.Pipe()
-        self._process = PROCESSES.Process(target=_serve, args=(theirs, name, layout), daemon=True)
+        self._process = PROCESSES.Process(target=_serve, args=(theirs, name, layout, device), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -129,9 +129,9 @@ def broadcast(sender: Sender, peers: Sequence[Peer], version: int, tensors: Iter
     return [peer.answer() for peer in peers]
 
 
-def _serve(pipe: Connection, name: str, layout: Layout) -> None:
+def _serve(pipe: Connection, name: str, layout: Layout, device: str) -> None:
     torch.set_num_threads(1)
-    receiver = Receiver(name, layout)
+    receiver = Receiver(name, layout, device)
     while True:
         try:
             verb, *arguments = pipe.recv()
