@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from counterflow.buffer.connection import Address, connect_async, largest_value_bytes, patiently_async
+from counterflow.buffer.flush import Flush
 from counterflow.buffer.store import REMEMBERED_ANSWERS, Keys, script
 from counterflow.buffer.trajectory import Group
 from counterflow.errors import EntryError
+
+_MOST_AT_ONCE_BYTES = 16 << 20
 
 
 class Closed(Enum):
@@ -38,6 +42,20 @@ class Capacity:
     groups_per_step: int
 
 
+@dataclass(frozen=True)
+class _Addition:
+    """A finished group on its way to the server."""
+
+    call: str
+    group: Group
+    payload: bytes
+
+    def arguments(self) -> list[str | int | bytes]:
+        """As add.lua takes them."""
+        oldest, newest = (-1 if v is None else v for v in (self.group.oldest_version, self.group.newest_version))
+        return [self.call, self.group.admission, self.group.response_tokens, oldest, newest, self.payload]
+
+
 class Producer:
     """Leases groups and adds them. Every call is safe to repeat, and is repeated while the server is away.
 
@@ -54,6 +72,7 @@ class Producer:
         self._capacity, self._lease_ms, self._attempts = capacity, int(lease_s * 1000), attempts
         self._name, self._calls = secrets.token_hex(8), 0
         self._largest_bytes: int | None = None
+        self._flush = Flush(self._send, lambda addition: len(addition.payload), _MOST_AT_ONCE_BYTES)
         self._admit, self._add, self._fail = (
             self._client.register_script(script(name)) for name in ("admit", "add", "fail")
         )
@@ -76,14 +95,8 @@ class Producer:
         Raises:
             EntryError: the group is larger than the server accepts.
         """
-        n = group.admission
-        await self._check_size(n, len(payload))
-        k = self._keys
-        versions = [-1 if version is None else version for version in (group.oldest_version, group.newest_version)]
-        keys = [k.state, k.leases, k.attempts, k.stream, k.buffered, k.answered]
-        args = [self._call(), n, group.response_tokens, *versions, payload, REMEMBERED_ANSWERS]
-        what = f"the addition of group {n}"
-        return bool(await patiently_async(self._address, what, lambda: self._add(keys=keys, args=args)))
+        await self._check_size(group.admission, len(payload))
+        return await self._flush.add(_Addition(self._call(), group, payload))
 
     async def fail(self, lease: Lease, tokens: int) -> bool:
         """Give a lease back after `tokens` tokens in vain; False when the group will not be tried again."""
@@ -95,12 +108,23 @@ class Producer:
 
     async def close(self) -> None:
         """Close the connections."""
+        await self._flush.close()
         await self._client.aclose()
 
     def _call(self) -> str:
         """A name for one call, however often it is repeated."""
         self._calls += 1
         return f"{self._name}:{self._calls}"
+
+    async def _send(self, additions: Sequence[_Addition]) -> list[bool]:
+        k = self._keys
+        keys = [k.state, k.leases, k.attempts, k.stream, k.buffered, k.answered]
+        args = [REMEMBERED_ANSWERS, *(arg for addition in additions for arg in addition.arguments())]
+        what = f"the addition of {'group' if len(additions) == 1 else 'groups'} " + ", ".join(
+            str(addition.group.admission) for addition in additions
+        )
+        answers = await patiently_async(self._address, what, lambda: self._add(keys=keys, args=args))
+        return [bool(kept) for kept in answers]
 
     async def _check_size(self, admission: int, size: int) -> None:
         if self._largest_bytes is None:

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 from groups import make_group
+from hypothesis import HealthCheck, settings
 
 from counterflow.buffer.connection import Address
 from counterflow.buffer.server import EmbeddedServer
 from counterflow.buffer.trajectory import Group, Origin
 from counterflow.models import sums_tokenizer
+
+# No test may depend on the time it takes: machines are shared.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

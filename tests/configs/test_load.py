@@ -219,7 +219,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.samp
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     stop=st.lists(texts.filter(bool), max_size=3),
     system_prompt=st.none() | texts,

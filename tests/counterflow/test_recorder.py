@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError
@@ -140,7 +140,6 @@ intervals = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(intervals, st.floats(0, 10), st.floats(0, 10))
 def test_shares_are_shares(spans: list[Interval], start: float, end: float) -> None:
     busy, overlap = busy_shares(spans, (start, end)), overlap_share(spans, (start, end))

@@ -200,7 +200,7 @@ def test_learner_that_dies_is_silent() -> None:
     asyncio.run(main())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.booleans(),
     st.lists(st.sampled_from(["publish", "wait", "join", "leave", "die", "refuse"]), min_size=1, max_size=25),

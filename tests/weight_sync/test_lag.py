@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from counterflow.buffer.trajectory import Passage, VersionSpan
@@ -148,7 +148,6 @@ def responses(draw: st.DrawFn) -> list[list[VersionSpan]]:
     return made
 
 
-@settings(deadline=None)
 @given(responses(), st.integers(-1, 20), st.integers(-1, 20), st.integers(14, 20), st.booleans())
 def test_parts_are_negative_or_do_not_add_up(
     group: list[list[VersionSpan]], added_at: int, taken_at: int, learner_version: int, recomputed: bool
@@ -161,7 +160,6 @@ def test_parts_are_negative_or_do_not_add_up(
     assert all(versions.shape == lags.total.shape for versions in vars(lags).values())
 
 
-@settings(deadline=None)
 @given(responses(), st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))
 def test_passage_that_can_be_is_changed(group: list[list[VersionSpan]], flight: int, queue: int, learner: int) -> None:
     """Where added_at and taken_at are in order they are believed."""
@@ -172,7 +170,6 @@ def test_passage_that_can_be_is_changed(group: list[list[VersionSpan]], flight: 
     assert set(lags.in_queue.tolist()) <= {queue} and set(lags.in_learner.tolist()) <= {learner}
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 1e30)), min_size=1))
 def test_weighted_histogram_does_not_sum_to_one(tokens: list[tuple[int, float]]) -> None:
     lags, weights = np.array([lag for lag, _ in tokens]), np.array([weight for _, weight in tokens])

@@ -153,7 +153,7 @@ def test_proximal_policy_is_read_by_the_method_that_needs_it_only():
     assert [spec.correction for spec in CHOICES if spec.needs_proximal] == ["decoupled_ppo"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     vocabulary=st.integers(2, 4),
     length=st.integers(1, 3),

@@ -115,7 +115,7 @@ def part(batch, chosen_groups):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), spec=st.sampled_from(SPECS))
 def test_gradient_does_not_depend_on_the_split(data, spec):
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))

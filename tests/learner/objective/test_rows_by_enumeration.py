@@ -232,7 +232,7 @@ def test_every_choice_has_the_gradient_that_its_name_promises(on_policy, eos):
     assert tested > 100
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     vocabulary=st.integers(2, 3),
     length=st.integers(1, 3),
