@@ -432,6 +432,26 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def transport_that_reaches(self) -> Self:
+        sync = self.weight_sync
+        if sync.transport == "nccl" and not (self.learner.gpus and self.actors.gpus):
+            raise ValueError(
+                "weight_sync.transport=nccl broadcasts between GPUs: give learner.gpus and actors.gpus, or set "
+                "weight_sync.transport=gloo"
+            )
+        if sync.folder is not None and sync.transport != "disk":
+            raise ValueError(
+                f"weight_sync.folder is read by weight_sync.transport=disk alone, which is {sync.transport}: set the "
+                "one or leave out the other"
+            )
+        if not sync.recompute and sync.in_flight != "keep":
+            raise ValueError(
+                f"weight_sync.recompute=false has no effect with weight_sync.in_flight={sync.in_flight}, which keeps "
+                "no response: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def bounded_memory(self) -> Self:
         if self.actors.kv_cache_bytes is None and self.actors.gpus == 0:
             raise ValueError(

@@ -41,8 +41,6 @@ def settle(config: RunConfig, one_host: bool, learner_host: str) -> RunConfig:
     transport = sync.transport
     if transport == "auto":
         transport = "nccl" if gpus else "shared_memory" if one_host else "gloo"
-    if transport == "nccl" and not gpus:
-        raise ConfigError("weight_sync.transport is nccl: it needs learner.gpus and actors.gpus; set gloo instead")
     if transport == "shared_memory" and not one_host:
         raise ConfigError(
             "weight_sync.transport is shared_memory, but learner and actors are on several hosts: set gloo, nccl or "

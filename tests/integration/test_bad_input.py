@@ -55,6 +55,20 @@ def refused(
     return run
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["weight_sync.transport=nccl"], "learner.gpus and actors.gpus"),
+        (["weight_sync.transport=carrier_pigeon"], "weight_sync.transport"),
+        (["weight_sync.folder=/tmp/weights"], "read by weight_sync.transport=disk alone"),
+        (["weight_sync.recompute=false", "weight_sync.in_flight=abort"], "weight_sync.recompute=false has no effect"),
+        (["weight_sync.canary_limit=0"], "weight_sync.canary_limit"),
+    ],
+)
+def test_weights_cannot_travel(refused: Callable[..., str], overrides: list[str], words: str) -> None:
+    assert words in refused(*overrides)
+
+
 def test_misspelt_key_is_ignored(refused: Callable[..., str]) -> None:
     assert "learner.lr" in refused("learner.lrr=1e-4")
 

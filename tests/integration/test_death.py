@@ -24,10 +24,11 @@ def vanish(processes: list[psutil.Process], within_s: float) -> list[psutil.Proc
     ("victim", "words"),
     [
         ("RolloutActor", "actor 0"),
-        pytest.param("VLLM::EngineCore", "engine", marks=pytest.mark.slow),
-        pytest.param("Learner", "learner", marks=pytest.mark.slow),
+        ("VLLM::EngineCore", "engine"),
+        ("Learner", "learner"),
     ],
 )
+@pytest.mark.slow
 def test_death_of_a_process_hangs_the_run(tiny_model: Path, tmp_path: Path, victim: str, words: str) -> None:
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
     process = start(tmp_path, config, "run.steps=5000", "actors.max_restarts=0")
