@@ -140,15 +140,14 @@ class Disk:
         self._written: list[Path] = []
 
     def prepare(self, staged: StagedVersion, receivers: Sequence[str]) -> dict[str, Any]:
-        """Write the version, unless it is there.
+        """Write the version, anew where it is sent again: what is there may be why.
 
         Raises:
             WeightSyncError: it cannot be written.
         """
         path = self._folder.resolve() / f"version-{staged.version:08d}.safetensors"
         try:
-            if path not in self._written:
-                self._write(path, staged)
+            self._write(path, staged)
         except (OSError, SafetensorError) as error:
             _remove([path.with_suffix(".unfinished")])
             raise WeightSyncError(
@@ -172,7 +171,8 @@ class Disk:
             {"policy_version": str(staged.version)},
         )
         unfinished.replace(path)
-        self._written.append(path)
+        if path not in self._written:
+            self._written.append(path)
         _remove(self._written[:-_KEPT_FILES])
         self._written = self._written[-_KEPT_FILES:]
 
