@@ -53,11 +53,17 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         self._name = f"{init_info.actor}/{self.parallel_config.rank}"
         self._transport: str | None = None
         self._source: Source | None = None
+        self._unfinished = False
 
     def start_weight_update(self) -> None:
         """Prepare vLLM's layerwise reload, which repacks weights where the backend keeps them packed."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        if self._unfinished:
+            # vLLM would count a fused layer's parts of both updates, and take the layer for loaded before it is.
+            self._update.let_go()
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._unfinished = True
         self._update = LoadedWeights(self.model, self._layout.dtype)
         initialize_layerwise_reload(self.model)
 
@@ -75,6 +81,7 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        self._unfinished = False
         self._update.let_go()
         self._update.process_tied()
 
