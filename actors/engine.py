@@ -54,7 +54,7 @@ class Engine:
         self._open.set()
         self.version = 0
         self.restarted = 0
-        """Requests that were aborted for an update and asked again."""
+        """Requests that an update aborted, or let begin with older cache, and that were asked again."""
         self._in_flight = config.weight_sync.in_flight
         self._recompute = config.weight_sync.caches_are_recomputed
         sampling = config.sampling
@@ -168,15 +168,23 @@ class Engine:
     async def _generate(self, prompt_token_ids: Sequence[int], parameters: SamplingParams) -> list[Completion]:
         while True:
             await self._open.wait()
-            outputs = await self._answer(prompt_token_ids, parameters)
-            # Aborted for an update: asked again of the version that comes.
-            if not any(output.finish_reason == "abort" for output in outputs):
+            version = self.version
+            outputs = await self._answer(prompt_token_ids, parameters, version)
+            # Aborted for an update, or begun after one with the cache from before it: asked again.
+            if not any(output.finish_reason == "abort" or self._began_late(output, version) for output in outputs):
                 return [_completion(output) for output in outputs]
             self.restarted += 1
 
-    async def _answer(self, prompt_token_ids: Sequence[int], parameters: SamplingParams) -> list[CompletionOutput]:
+    def _began_late(self, output: CompletionOutput, version: int) -> bool:
+        """Whether a request that waited inside vLLM met, under new weights, prompt cache that the old ones left."""
+        spans = output.weight_versions
+        return not self._recompute and bool(spans) and int(spans[0].version) != version
+
+    async def _answer(
+        self, prompt_token_ids: Sequence[int], parameters: SamplingParams, version: int
+    ) -> list[CompletionOutput]:
         # The salt keeps a new request from the cache that an older version left, whoever still uses that.
-        prompt = tokens_input(list(prompt_token_ids), cache_salt=str(self.version))
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=str(version))
         final = None
         try:
             async for output in self._llm.generate(prompt, parameters, f"r{next(self._request_ids)}"):
