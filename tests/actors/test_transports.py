@@ -324,7 +324,7 @@ def test_engine_killed_during_a_broadcast_takes_another_down(
     monkeypatch.setattr(Sender, "_transmit", killing)
 
     async def main() -> None:
-        async with learning(config, tmp_path) as learner, asyncio.timeout(180):
+        async with learning(config, tmp_path) as learner:
             survivor, victim = await engines.serve(learner, 2, config)
             asker = Asker(survivor)
             await learner.delivery.join(name(0), loader(survivor))
