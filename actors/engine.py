@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from vllm import SamplingParams
@@ -27,6 +28,10 @@ from counterflow.weight_sync.fingerprint import Fingerprint, disagreements
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
 from counterflow.weight_sync.receiver import BACKEND, WORKER_EXTENSION
+
+Answer = TypeVar("Answer")
+
+_PULSE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -123,9 +128,9 @@ class Engine:
         """
         self._open.clear()
         try:
-            await self._llm.pause_generation(mode=self._in_flight, clear_cache=self._recompute)
-            await self._load(shipment)
-            wrong = disagreements(shipment.fingerprints, await self._held())
+            await self._while_alive(self._llm.pause_generation(mode=self._in_flight, clear_cache=self._recompute))
+            await self._while_alive(self._load(shipment))
+            wrong = disagreements(shipment.fingerprints, await self._while_alive(self._held()))
             if wrong:
                 raise WeightSyncError(
                     f"policy version {shipment.version}: the engine holds other weights than were published in tensor "
@@ -135,7 +140,7 @@ class Engine:
             await self._llm.update_weight_version(str(shipment.version))
             self.version = shipment.version
             await self._llm.resume_generation()
-        except WeightSyncError:
+        except (WeightSyncError, ProcessDied):
             raise
         except EngineDeadError as error:
             raise ProcessDied(f"the engine's process died: {error}") from error
@@ -150,6 +155,20 @@ class Engine:
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update()
+
+    async def _while_alive(self, call: Coroutine[Any, Any, Answer]) -> Answer:
+        """What a call of the engine answers. vLLM leaves one that its process did not live to answer waiting for ever.
+
+        Raises:
+            ProcessDied: the process ended.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([task], timeout=_PULSE_S))[0]:
+                self.check()
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _held(self) -> list[dict[str, Fingerprint]]:
         """The fingerprints of what each rank holds."""
