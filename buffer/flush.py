@@ -42,6 +42,9 @@ class Flush(Generic[T]):
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        # Cancelled before it began, the task has settled nothing.
+        while self._waiting:
+            self._waiting.popleft()[1].cancel()
 
     async def _run(self) -> None:
         while self._waiting:
@@ -49,7 +52,7 @@ class Flush(Generic[T]):
             try:
                 answers = await self._send([item for item, _ in batch])
             except BaseException as error:
-                for _, answer in [*batch, *self._waiting] if isinstance(error, asyncio.CancelledError) else batch:
+                for _, answer in batch:
                     _settle(answer, error)
                 if not isinstance(error, Exception):
                     raise
