@@ -48,11 +48,14 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
     update_info_cls = ReceiverUpdate
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
-        """Learn what will be sent."""
+        """Learn what will be sent. A source that was open is closed."""
+        if getattr(self, "_source", None) is not None:
+            self.shutdown()
         self._layout = Layout.from_dict(init_info.layout)
         self._name = f"{init_info.actor}/{self.parallel_config.rank}"
         self._transport: str | None = None
         self._source: Source | None = None
+        self._update: LoadedWeights
         self._unfinished = False
 
     def start_weight_update(self) -> None:
