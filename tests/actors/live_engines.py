@@ -264,4 +264,12 @@ def loader(engine: Engine) -> Load:
 def _cores() -> set[psutil.Process]:
     """The engines' processes below this one."""
     below = psutil.Process().children(recursive=True)
-    return {process for process in below if any("EngineCore" in word for word in process.cmdline())}
+    return {process for process in below if _is_core(process)}
+
+
+def _is_core(process: psutil.Process) -> bool:
+    try:
+        return any("EngineCore" in word for word in process.cmdline())
+    except psutil.Error:
+        # It has ended since.
+        return False
