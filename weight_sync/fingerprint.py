@@ -6,17 +6,22 @@ of a fused tensor is the sum of its parts'. Pure functions on tensors and number
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from counterflow.errors import WeightSyncError
 
+Int16Array: TypeAlias = NDArray[np.int16]
+
 _MODULUS = 1 << 64
-_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}
-"""Words widened at once: what stays in a core's cache, or as many as add up exactly in float64 (2^22 x 2^30 < 2^53)."""
+_CHUNK = 1 << 22
+"""Words that a device widens at once: as many as add up exactly in float64 (2^22 x 2^30 < 2^53)."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +49,45 @@ NOTHING = Fingerprint(0, 0)
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     """The fingerprint of a tensor of any shape, elements of 2 or 4 bytes. One pass over its bytes."""
     words = tensor.detach().reshape(-1).view(torch.int16)
-    chunk = _CHUNK.get(tensor.device.type, _CHUNK["cuda"])
-    if tensor.device.type == "cpu":
-        chunk = min(chunk * torch.get_num_threads(), _CHUNK["cuda"])
+    total, squares = _sums_on_cpu(words) if words.device.type == "cpu" else _sums_on_device(words)
+    return Fingerprint(total % _MODULUS, squares % _MODULUS)
+
+
+def _sums_on_device(words: torch.Tensor) -> tuple[int, int]:
     # One buffer for all: to take fresh pages for each part would cost as much as the arithmetic.
-    buffer = torch.empty(min(chunk, words.numel()), dtype=torch.float64, device=tensor.device)
+    buffer = torch.empty(min(_CHUNK, words.numel()), dtype=torch.float64, device=words.device)
     sums = []
-    for part in torch.split(words, chunk):
+    for part in torch.split(words, _CHUNK):
         # Exact, since every sum on the way is an integer below 2^53; a multiplication of int64 takes ten times as long.
         wide = buffer[: part.numel()].copy_(part)
         sums += [wide.sum(), wide.dot(wide)]
     total, squares = torch.stack(sums).to(torch.int64).view(-1, 2).sum(0).tolist()
-    return Fingerprint(total % _MODULUS, squares % _MODULUS)
+    return total, squares
+
+
+def _sums_on_cpu(words: torch.Tensor) -> tuple[int, int]:
+    total, squares = _compiled_sums()(words.numpy())
+    return int(total), int(squares)
+
+
+@cache
+def _compiled_sums() -> Callable[[Int16Array], tuple[int, int]]:
+    """`_sums`, compiled: as fast as memory is read, where torch takes two to three times as long."""
+    import numba
+
+    compiled: Callable[[Int16Array], tuple[int, int]] = numba.njit("(int16[::1],)", nogil=True)(_sums)
+    return compiled
+
+
+def _sums(words: Int16Array) -> tuple[int, int]:
+    """Sums of words and of their squares, in int64 and so modulo 2^64."""
+    total = squares = 0
+    # By index: over the words themselves the loop is not vectorized, and takes twice as long.
+    for i in range(words.size):
+        word = int(words[i])
+        total += word
+        squares += word * word
+    return total, squares
 
 
 def group_of(name: str) -> str:

@@ -30,11 +30,16 @@ def compare(name: str, ours: float, rival: float, better: str, goal: float | Non
     return Row(name, ours, rival, ours / rival if better == "higher" else rival / ours, better, goal)
 
 
-def arguments(doc: str) -> argparse.Namespace:
-    """The command line that all benchmarks share."""
+def command_line(doc: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as a JSON list")
-    return parser.parse_args()
+    return parser
+
+
+def arguments(doc: str) -> argparse.Namespace:
+    """What was given of the options that all benchmarks share."""
+    return command_line(doc).parse_args()
 
 
 def publish(title: str, rows: Sequence[Row], json_file: Path | None) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.fingerprint import (
     Fingerprint,
+    _sums_on_device,
     by_group,
     disagreements,
     fingerprint,
@@ -21,6 +22,12 @@ from counterflow.weight_sync.fingerprint import (
 
 DTYPES = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 dtypes = st.sampled_from(list(DTYPES))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """The first fingerprint of a process takes longer than Hypothesis allows."""
+    fingerprint(torch.ones(1))
 
 
 @st.composite
@@ -91,8 +98,9 @@ def test_large_or_transposed_tensor_is_read_in_part(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("word", [-(1 << 15), (1 << 15) - 1])
 def test_largest_words_are_rounded_in_a_full_chunk(word: int) -> None:
     count = 5_000_001
-    found = fingerprint(torch.full((count,), word, dtype=torch.int16).view(torch.bfloat16))
-    assert found == Fingerprint(count * word % 2**64, count * word * word % 2**64)
+    words = torch.full((count,), word, dtype=torch.int16)
+    assert fingerprint(words.view(torch.bfloat16)) == Fingerprint(count * word % 2**64, count * word * word % 2**64)
+    assert _sums_on_device(words) == (count * word, count * word * word)
 
 
 def test_engines_own_names_move_a_tensor_to_another_group() -> None:

@@ -1,12 +1,11 @@
-"""Broadcast of weights to two receivers over gloo, against one bare torch.distributed.broadcast of as many bytes.
+"""Broadcast of weights to two receivers over gloo, ours and one bare torch.distributed.broadcast of as many bytes.
 
-Prints one table: ours, the rival, the ratio. Ours copies the parameters into buckets, checks each bucket at both ends
-and hands on its tensors; the rival sends one flat tensor. Both run in the same three processes, in turns.
+Ours copies the parameters into buckets, checks each bucket at both ends and hands on its tensors; the rival sends one
+flat tensor. Both run in the same three processes, in turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
 import tempfile
@@ -20,16 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import compare, publish
 
 from counterflow.weight_sync.collective import BUCKET_BYTES, Sender
 from counterflow.weight_sync.collective_receiver import Receiver
 from counterflow.weight_sync.layout import Layout, lay_out
 
 RECEIVERS = 2
-SIZES_MB = (270, 1000)
-MOST_TIME = 1.3
-"""What ours may take of the rival's."""
 
 _WIDTH, _TIMEOUT_S = 1024, 120.0
 
@@ -109,8 +104,10 @@ def answer(pipe: Connection, ranks: list[SpawnProcess]) -> Any:
     return pipe.recv()
 
 
-def measure(size_mb: int, bucket_bytes: int, repeats: int, turns: int) -> dict[str, list[float]]:
-    """Seconds of either side."""
+def broadcasts(
+    size_mb: int, bucket_bytes: int = BUCKET_BYTES, repeats: int = 4, turns: int = 3
+) -> dict[str, list[float]]:
+    """Seconds of each broadcast, `ours` and the `rival`'s: `repeats` of a side in a row, the sides taking turns."""
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(RECEIVERS + 1)]
     with tempfile.TemporaryDirectory() as folder:
@@ -132,26 +129,3 @@ def measure(size_mb: int, bucket_bytes: int, repeats: int, turns: int) -> dict[s
         for process in ranks:
             process.join(60)
     return taken
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes-mb", type=int, nargs="+", default=SIZES_MB, metavar="MB")
-    parser.add_argument("--bucket-mib", type=int, default=BUCKET_BYTES >> 20, metavar="MIB")
-    parser.add_argument("--repeats", type=int, default=4, help="broadcasts of a side in a row")
-    parser.add_argument(
-        "--turns", type=int, default=3, help="how often the sides take turns; the fastest of all counts"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as a JSON list")
-    options = parser.parse_args()
-    rows = []
-    for size_mb in options.sizes_mb:
-        taken = measure(size_mb, options.bucket_mib << 20, options.repeats, options.turns)
-        fastest = {side: min(seconds) for side, seconds in taken.items()}
-        name = f"{size_mb:,} MB to {RECEIVERS} receivers, s"
-        rows.append(compare(name, fastest["ours"], fastest["rival"], "lower", 1 / MOST_TIME))
-    publish("weights through buckets against one bare broadcast, gloo", rows, options.json)
-
-
-if __name__ == "__main__":
-    main()
