@@ -137,9 +137,9 @@ class Engine:
                     f"group {', '.join(wrong)}: something writes to this host's memory, or vLLM loads only a part of "
                     "this model, or changes its numbers as it loads them"
                 )
-            await self._llm.update_weight_version(str(shipment.version))
+            await self._while_alive(self._llm.update_weight_version(str(shipment.version)))
             self.version = shipment.version
-            await self._llm.resume_generation()
+            await self._while_alive(self._llm.resume_generation())
         except (WeightSyncError, ProcessDied):
             raise
         except EngineDeadError as error:

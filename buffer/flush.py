@@ -51,6 +51,8 @@ class Flush(Generic[T]):
             batch = self._next()
             try:
                 answers = await self._send([item for item, _ in batch])
+                if len(answers) != len(batch):
+                    raise RuntimeError(f"{len(answers)} answers to {len(batch)} items")
             except BaseException as error:
                 for _, answer in batch:
                     _settle(answer, error)

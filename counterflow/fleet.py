@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from counterflow.actors.rollout import ActorState
 from counterflow.cluster import call
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import DeadlineExceeded, ProcessDied, RunFailed, WeightSyncError, first_line
+from counterflow.errors import DeadlineExceeded, ProcessDied, RunFailed, first_line
 from counterflow.telemetry import Telemetry
 from counterflow.weight_sync.delivery import Delivery, Load
 from counterflow.weight_sync.layout import Layout
@@ -33,6 +32,7 @@ class Fleet:
     def __init__(self, config: RunConfig, spawn: Callable[[int], Any], telemetry: Telemetry) -> None:
         self._config, self._spawn, self._telemetry = config, spawn, telemetry
         self._handles: dict[int, Any] = {}
+        self._losses: dict[int, Exception] = {}
         self._segments: dict[int, set[Path]] = {}
         self._serving: set[int] = set()
         self._replacing: dict[int, asyncio.Task[None]] = {}
@@ -52,11 +52,13 @@ class Fleet:
     async def begin(self) -> None:
         """Have every actor begin to generate."""
         self._begun = True
-        await asyncio.gather(*(self._begin(i) for i in self._serving))
+        await self.ask(lambda _, actor: actor.begin.remote(), "to begin")
 
     def given_up(self, actor: str, error: Exception) -> None:
         """An actor could not be brought a version: replace it."""
-        self.replace(int(actor.removeprefix("actor ")), error)
+        index = int(actor.removeprefix("actor "))
+        self._losses[index] = error
+        self.replace(index, error)
 
     def replace(self, index: int, error: Exception) -> None:
         """Put another process in the place of the actor, unless that is being done."""
@@ -73,27 +75,32 @@ class Fleet:
                 del self._replacing[index]
                 task.result()
 
-    async def states(self) -> list[ActorState]:
-        """How the living actors are doing; one that died is replaced.
+    async def states(self) -> list[tuple[int, ActorState]]:
+        """How the living actors are doing; one that died, or says nothing, is replaced.
 
         Raises:
             CounterflowError: what an actor ended with, where another would end with it too.
         """
-        return [state for _, state in await self.ask(lambda _, actor: actor.state.remote(), "to say how it is")]
+        return await self.ask(lambda _, actor: actor.state.remote(), "to say how it is")
 
     async def ask(
         self, question: Callable[[int, Any], Awaitable[Any]], what: str, timeout_s: float = _ANSWER_TIMEOUT_S
     ) -> list[tuple[int, Any]]:
-        """Ask all serving actors the same; their answers, by actor. One that dies of it is replaced and left out."""
-        asked = sorted(self._serving)
+        """Ask all serving actors the same; their answers, by actor.
+
+        One that dies of it, or says nothing for so long, is replaced and left out.
+        """
+        asked = [(i, self._handles[i]) for i in sorted(self._serving)]
         answers = await asyncio.gather(
-            *(call(question(i, self._handles[i]), f"actor {i} {what}", timeout_s) for i in asked),
+            *(call(question(i, actor), f"actor {i} {what}", timeout_s) for i, actor in asked),
             return_exceptions=True,
         )
         found = []
-        for index, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, ProcessDied):
-                self.replace(index, answer)
+        for (index, actor), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, (ProcessDied, DeadlineExceeded)):
+                # Another may stand in its place by now.
+                if self._handles[index] is actor:
+                    self.replace(index, answer)
             elif isinstance(answer, BaseException):
                 raise answer
             else:
@@ -116,41 +123,59 @@ class Fleet:
 
     async def close(self) -> None:
         """Replace no more."""
-        for task in self._replacing.values():
+        tasks = list(self._replacing.values())
+        for task in tasks:
             task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _replace(self, index: int, error: Exception) -> None:
         import ray
 
         while True:
+            self._serving.discard(index)
+            self._delivery.leave(f"actor {index}")
+            if self.restarts == self._config.actors.max_restarts:
+                raise RunFailed(
+                    f"actor {index} was lost, after {self.restarts} replacements (actors.max_restarts): {error}"
+                ) from error
             self.restarts += 1
-            if self.restarts > self._config.actors.max_restarts:
-                raise RunFailed(f"actor {index} was lost, after actors.max_restarts replacements: {error}") from error
             self._telemetry.event("actor_lost", actor=index, error=first_line(error))
             self._telemetry.note(f"actor {index} is replaced ({first_line(error)})")
             ray.kill(self._handles[index], no_restart=True)
             self._unlink(index)
             try:
-                await self._start(index)
-                if self._begun:
-                    await self._begin(index)
-            except (ProcessDied, WeightSyncError, DeadlineExceeded) as again:
+                actor = await self._process(index)
+            except (RunFailed, DeadlineExceeded) as again:
                 error = again
                 continue
+            # What the learner dies of here is not the actor's fault, and ends the run.
+            if not await self._delivery.join(f"actor {index}", self._load_on(index, actor)):
+                error = self._losses[index]
+                continue
+            try:
+                if self._begun:
+                    await call(actor.begin.remote(), f"actor {index} to begin", _ANSWER_TIMEOUT_S)
+            except (RunFailed, DeadlineExceeded) as again:
+                error = again
+                continue
+            if f"actor {index}" not in self._delivery.actors:
+                error = self._losses[index]
+                continue
+            self._serving.add(index)
             self._telemetry.note(f"actor {index} serves again, version {self._delivery.served}")
             return
 
     async def _start(self, index: int) -> None:
-        self._handles[index] = actor = self._spawn(index)
-        reason = f"actor {index} to start its engine"
-        self._segments[index] = await call(actor.start.remote(self._layout), reason, self._config.run.start_timeout_s)
+        actor = await self._process(index)
         await self._delivery.join(f"actor {index}", self._load_on(index, actor))
         self._serving.add(index)
 
-    async def _begin(self, index: int) -> None:
-        await call(self._handles[index].begin.remote(), f"actor {index} to begin", _ANSWER_TIMEOUT_S)
+    async def _process(self, index: int) -> Any:
+        """A new process in the actor's place, its engine at version 0."""
+        self._handles[index] = actor = self._spawn(index)
+        reason = f"actor {index} to start its engine"
+        self._segments[index] = await call(actor.start.remote(self._layout), reason, self._config.run.start_timeout_s)
+        return actor
 
     def _unlink(self, index: int) -> None:
         for path in self._segments.pop(index, ()):

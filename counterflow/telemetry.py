@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,6 +31,8 @@ class Telemetry:
         self._metrics, self._display = metrics, display
         self._recorder, self._events = Recorder(folder), EventLog(folder)
         self._reward_failures: Counter[str] = Counter()
+        self._failures_by: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self._failures_before: Counter[str] = Counter()
         self._ledger: Ledger | None = None
         self._was_full = False
         self._remarked: set[str] = set()
@@ -114,17 +116,22 @@ class Telemetry:
         """What weight sync had to skip, to load again, and which actors it had to do without, so far."""
         self._metrics.observe_delivery(skipped, repeated, replaced)
 
-    def actors(self, states: Sequence[ActorState]) -> None:
-        """How every actor is doing."""
-        for index, state in enumerate(states):
+    def actors(self, states: Sequence[tuple[int, ActorState]]) -> None:
+        """How every actor that lives is doing."""
+        for index, state in states:
+            failures = Counter(state.reward_failures)
+            if self._failures_by[index] - failures:
+                # It was replaced: what its predecessor counted stays counted.
+                self._failures_before += self._failures_by[index]
+            self._failures_by[index] = failures
             self.intervals(state.intervals)
             if state.last_error is not None:
                 self.last_error = state.last_error
                 self.event("group_failed", actor=index, error=state.last_error)
                 self.note(f"actor {index}: {state.last_error}")
-        self._reward_failures = sum((Counter(state.reward_failures) for state in states), Counter())
+        self._reward_failures = sum(self._failures_by.values(), self._failures_before)
         self._metrics.observe_reward_failures(self._reward_failures)
-        closed = Counter(state.admission_closed for state in states if state.admission_closed)
+        closed = Counter(state.admission_closed for _, state in states if state.admission_closed)
         self._metrics.observe_admission(closed)
         if closed["full"] and not self._was_full:
             self.note(

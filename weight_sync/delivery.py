@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from counterflow.errors import DeadlineExceeded, ProcessDied, WeightSyncError
+from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.publisher import Shipment, StagedVersion, actor_of
 from counterflow.weight_sync.slots import SLOTS
 
@@ -21,6 +21,9 @@ Load = Callable[[Shipment], Awaitable[int]]
 
 _ATTEMPTS = 2
 """How often a version is brought to an actor before the actor is given up."""
+
+_NOTHING = -1
+"""The version of an actor whose load failed: it is paused, with weights of none."""
 
 
 class Port(Protocol):
@@ -61,19 +64,20 @@ class Delivery:
         self.repeated = 0
         """Loads that did not succeed and were tried again."""
 
-    async def join(self, actor: str, load: Load) -> None:
+    async def join(self, actor: str, load: Load) -> bool:
         """Make an actor that serves version 0 a receiver; returns once it serves the newest version that was sent.
 
-        Raises:
-            WeightSyncError: the actor cannot be served.
-            Whatever the learner dies of.
+        False when it could not be served, and is no receiver. Raises whatever the learner dies of.
         """
         async with self.hold:
             self._actors[actor], self._serves[actor] = load, 0
-            if self._newest is not None:
-                await self._bring(self._newest)
-            if actor not in self._actors:
-                raise WeightSyncError(f"{actor} did not get the newest version", [actor])
+            try:
+                if self._newest is not None:
+                    await self._bring(self._newest)
+            except BaseException:
+                self.leave(actor)
+                raise
+            return actor in self._actors
 
     def leave(self, actor: str) -> None:
         """The actor is no receiver any more."""
@@ -134,11 +138,8 @@ class Delivery:
         while behind := [actor for actor, version in self._serves.items() if version != staged.version]:
             # Who takes part in a broadcast again loads again.
             actors = list(self._actors) if self._together else behind
-            errors = await self._ship(staged, actors)
-            at_fault = _at_fault(errors)
-            for actor in at_fault:
+            for actor, error in (await self._ship(staged, actors)).items():
                 failures[actor] += 1
-                error = errors[actor]
                 if not isinstance(error, WeightSyncError) or failures[actor] == _ATTEMPTS:
                     self.leave(actor)
                     self._given_up(actor, error)
@@ -147,10 +148,11 @@ class Delivery:
         self.served = min(self._serves.values(), default=self.served)
 
     async def _ship(self, staged: StagedVersion, actors: Sequence[str]) -> dict[str, Exception]:
-        """Ship a version to these actors at once; returns why each failed that did."""
+        """Ship a version to these actors at once; returns who failed on its own account, and why."""
         shipment = await self._port.prepare(staged, actors)
-        # Some may have left meanwhile.
-        actors = [actor for actor in actors if actor in self._actors]
+        if any(actor not in self._actors for actor in actors):
+            # Some left meanwhile: a broadcast would wait for them.
+            return {}
         loads = asyncio.gather(*(self._actors[actor](shipment) for actor in actors), return_exceptions=True)
         (sent,), answers = await asyncio.gather(asyncio.gather(self._port.send(staged), return_exceptions=True), loads)
         errors: dict[str, Exception] = {}
@@ -159,29 +161,23 @@ class Delivery:
                 errors[actor] = answer
             elif isinstance(answer, BaseException):
                 raise answer
-            elif actor in self._serves:
-                self._serves[actor] = answer
-        if isinstance(sent, WeightSyncError):
-            # The sender knows best whom it lost; an actor that died says so itself.
-            for actor in {actor_of(receiver) for receiver in sent.receivers} & errors.keys():
-                if isinstance(errors[actor], WeightSyncError):
-                    errors[actor] = sent
-        elif isinstance(sent, BaseException):
+            if actor in self._serves:
+                self._serves[actor] = _NOTHING if isinstance(answer, Exception) else answer
+        if sent is not None and not isinstance(sent, WeightSyncError):
             raise sent
-        return errors
+        return self._at_fault(errors, sent)
 
+    def _at_fault(self, errors: dict[str, Exception], sent: WeightSyncError | None) -> dict[str, Exception]:
+        """Those that failed on their own account; all where none of them is known to have.
 
-def _at_fault(errors: dict[str, Exception]) -> Iterable[str]:
-    """Those that failed on their own account; all where none of them is known to have."""
-    own = [
-        actor
-        for actor, error in errors.items()
-        if isinstance(error, (ProcessDied, DeadlineExceeded))
-        or (isinstance(error, WeightSyncError) and actor in map(_actor, error.receivers))
-        or not isinstance(error, WeightSyncError)
-    ]
-    return own or list(errors)
-
-
-def _actor(receiver: str) -> str:
-    return actor_of(receiver) or receiver
+        Args:
+            errors: what each load died of.
+            sent: what the sender says, which knows best whom it lost.
+        """
+        # Where a broadcast breaks, all receivers fail with errors of ours; one that died fails with another.
+        own = {actor: error for actor, error in errors.items() if not isinstance(error, WeightSyncError)}
+        lost = {actor_of(receiver) for receiver in sent.receivers} if sent else set()
+        if sent:
+            own |= dict.fromkeys(lost & errors.keys() - own.keys(), sent)
+        only_others = lost and not lost & self._actors.keys()
+        return own if own or only_others else errors

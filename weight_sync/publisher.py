@@ -59,6 +59,7 @@ class Publisher:
 
     def __init__(self, slots: Slots, transport: Transport, ranks: int = 1) -> None:
         self._slots, self._transport, self._ranks = slots, transport, ranks
+        self._fingerprints: dict[StagedVersion, Fingerprints] = {}
 
     @property
     def layout(self) -> Layout:
@@ -71,19 +72,24 @@ class Publisher:
         Raises:
             WeightSyncError: they are not those of the layout.
         """
+        staged = StagedVersion(version, slot)
+        self._fingerprints.pop(staged, None)
         self._slots.fill(slot, tensors)
-        return StagedVersion(version, slot)
+        return staged
 
     def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
-        """Take the fingerprints of a staged version and make the transport ready for these actors.
+        """Take the fingerprints of a staged version, the first time, and make the transport ready for these actors.
 
         Raises:
             WeightSyncError: the transport cannot.
         """
-        tensors = self._slots.tensors(staged.slot)
-        fingerprints = by_group((name, fingerprint(tensor)) for name, tensor in tensors)
+        if staged not in self._fingerprints:
+            # Not again for a second try: the slot may have been spoilt since.
+            tensors = self._slots.tensors(staged.slot)
+            self._fingerprints = {staged: by_group((name, fingerprint(tensor)) for name, tensor in tensors)}
         receivers = [receiver for actor in actors for receiver in receivers_of(actor, self._ranks)]
-        return Shipment(staged.version, staged.slot, self._transport.prepare(staged, receivers), fingerprints)
+        way = self._transport.prepare(staged, receivers)
+        return Shipment(staged.version, staged.slot, way, self._fingerprints[staged])
 
     def send(self, staged: StagedVersion) -> None:
         """Bring a prepared version to its receivers, while they load it.

@@ -49,8 +49,7 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
         """Learn what will be sent. A source that was open is closed."""
-        if getattr(self, "_source", None) is not None:
-            self.shutdown()
+        self.shutdown()
         self._layout = Layout.from_dict(init_info.layout)
         self._name = f"{init_info.actor}/{self.parallel_config.rank}"
         self._transport: str | None = None
@@ -93,9 +92,9 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         return {group: [found.words, found.squares] for group, found in self._update.fingerprints().items()}
 
     def shutdown(self) -> None:
-        """Let go of the source."""
-        if self._source is not None:
-            self._source.close()
+        """Let go of the source, if there is one."""
+        if (source := getattr(self, "_source", None)) is not None:
+            source.close()
 
     def _open(self, transport: str) -> Source:
         if self._source is None or transport != self._transport:

@@ -1,6 +1,6 @@
 """Slots: two places for whole versions, out of the optimizer's way. One may be on its way while the other is filled.
 
-In memory they have no name: whoever runs on this host, under the same user, maps them through the owner's open files,
+On Linux they have no name: whoever runs on this host, under the same user, maps them through the owner's open files,
 and they end with the owner however it ends.
 """
 
@@ -73,6 +73,9 @@ class Slots:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
+        for path in self.paths:
+            if not path.startswith("/proc/"):
+                Path(path).unlink(missing_ok=True)
 
     def _reserve(self, slot: int) -> str:
         """Bytes that are really there."""

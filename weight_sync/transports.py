@@ -68,8 +68,8 @@ def open_publisher(config: RunConfig, layout: Layout, folder: Path) -> Publisher
         transport = Disk(slots, sync.folder or folder / "weights")
     elif sync.transport in BROADCASTS:
         device = "cuda" if sync.transport == "nccl" else "cpu"
-        # Ends, with the names of those at fault, before the callers of both ends lose patience.
-        patience_s = sync.timeout_s / 2
+        # The group forms, connects and moves a bucket, each in so long: before the callers of both ends lose patience.
+        patience_s = sync.timeout_s / 3
         sender = Sender(layout, sync.host or "127.0.0.1", sync.transport, sync.bucket_bytes, patience_s, device)
         transport = Broadcast(slots, sender, sync.transport)
     else:
@@ -101,11 +101,12 @@ class Broadcast:
         self._slots, self._sender, self._backend = slots, sender, backend
         self._invitation: Invitation | None = None
         self._connected = False
+        self._sent: int | None = None
 
     def prepare(self, staged: StagedVersion, receivers: Sequence[str]) -> dict[str, Any]:
-        """Invite the receivers, unless they are the members of a group that works."""
-        if self._invitation is None or self._invitation.receivers != tuple(receivers):
-            self._invitation, self._connected = self._sender.invite(receivers), False
+        """Invite the receivers, unless they are the members of a group that works and has not had this version."""
+        if self._invitation is None or self._invitation.receivers != tuple(receivers) or self._sent == staged.version:
+            self._invitation, self._connected, self._sent = self._sender.invite(receivers), False, None
         return {"transport": self._backend, "invitation": self._invitation.to_dict()}
 
     def send(self, staged: StagedVersion) -> None:
@@ -118,6 +119,7 @@ class Broadcast:
             if not self._connected:
                 self._sender.connect()
                 self._connected = True
+            self._sent = staged.version
             self._sender.send(staged.version, self._slots.tensors(staged.slot))
         except WeightSyncError:
             self._invitation = None

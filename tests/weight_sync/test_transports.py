@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from counterflow.errors import ConfigError, WeightSyncError
 from counterflow.weight_sync.fingerprint import Fingerprints, by_group, fingerprint
 from counterflow.weight_sync.layout import Layout, lay_out
 from counterflow.weight_sync.publisher import Publisher, Shipment, actor_of, receivers_of
-from counterflow.weight_sync.slots import Slots
+from counterflow.weight_sync.slots import Slots, map_slot
 from counterflow.weight_sync.sources import open_source
 from counterflow.weight_sync.transports import Disk, open_publisher, settle
 
@@ -100,6 +101,41 @@ def shipped(layout: Layout, folder: Path, version: int = 1) -> Shipment:
     slots = Slots(layout)
     publisher = Publisher(slots, Disk(slots, folder))
     return publisher.prepare(publisher.stage(version, 0, tensors(version)), ["actor 0"])
+
+
+def test_second_try_takes_spoilt_weights_for_published_ones(layout: Layout, tmp_path: Path) -> None:
+    publisher = open_publisher(configured(transport="shared_memory"), layout, tmp_path)
+    staged = publisher.stage(1, 0, tensors(1))
+    first = publisher.prepare(staged, ["actor 0"])
+    map_slot(first.way["paths"][0], layout.total_bytes)[0] ^= 1
+    second = publisher.prepare(staged, ["actor 0"])
+    assert proof(received(second, layout)) != second.fingerprints == first.fingerprints
+    # Staged anew, it is another's content.
+    again = publisher.prepare(publisher.stage(1, 0, tensors(5)), ["actor 0"])
+    assert proof(received(again, layout)) == again.fingerprints != first.fingerprints
+    publisher.close()
+
+
+def test_version_that_was_broadcast_cannot_be_sent_again(layout: Layout, tmp_path: Path) -> None:
+    publisher = open_publisher(configured(transport="gloo"), layout, tmp_path)
+    sources = {name: open_source("gloo", f"{name}/0", layout, "cpu") for name in ("actor 0", "actor 1")}
+    generations = []
+    with ThreadPoolExecutor() as pool:
+        for version in (1, 2, 2, 2, 3):
+            staged = publisher.stage(version, version % 2, tensors(version))
+            shipment = publisher.prepare(staged, list(sources))
+            generations.append(shipment.way["invitation"]["generation"])
+            found: list[dict[str, torch.Tensor]] = [{}, {}]
+            loads = [
+                pool.submit(source.receive, shipment.way, version, 0, found[i].update)
+                for i, source in enumerate(sources.values())
+            ]
+            publisher.send(staged)
+            for load in loads:
+                load.result(timeout=60)
+            assert all(proof(each) == shipment.fingerprints for each in found)
+    publisher.close()
+    assert generations == [1, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
