@@ -256,9 +256,10 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0, help="a step's seconds, to print the stall's share of it")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    # The broadcasts first: their processes inherit nothing of vLLM and Ray.
+    broadcast = [broadcast_row(size_mb) for size_mb in options.sizes_mb]
     measured = {size_mb: rounds(MODELS[size_mb], options.rounds) for size_mb in options.sizes_mb}
-    rows = [row for size_mb, several in measured.items() for row in shared_memory_rows(size_mb, several)]
-    rows += [broadcast_row(size_mb) for size_mb in options.sizes_mb]
+    rows = [row for size_mb, several in measured.items() for row in shared_memory_rows(size_mb, several)] + broadcast
     if torch.cuda.is_available():
         rows += [row for size_mb in (1_000, 14_000) for row in device_rows(size_mb)]
     print_phases(measured, options.step_s)
