@@ -142,8 +142,6 @@ class Engine:
             await self._while_alive(self._llm.resume_generation())
         except (WeightSyncError, ProcessDied):
             raise
-        except EngineDeadError as error:
-            raise ProcessDied(f"the engine's process died: {error}") from error
         except Exception as error:
             raise WeightSyncError(f"policy version {shipment.version} was not loaded: {error}") from error
         self._open.set()
@@ -167,6 +165,8 @@ class Engine:
             while not (await asyncio.wait([task], timeout=_PULSE_S))[0]:
                 self.check()
             return task.result()
+        except EngineDeadError as error:
+            raise ProcessDied(f"the engine's process died: {error}") from error
         finally:
             task.cancel()
 

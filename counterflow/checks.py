@@ -41,7 +41,7 @@ class Checks:
             if not parts:
                 # An actor died of it, or is being replaced, for which the lock must be free.
                 await asyncio.sleep(_LOOK_AGAIN_S)
-                await self._fleet.check()
+                self._fleet.check()
         flat = [score for part in parts for score in part]
         successes = sum(score is not None and score >= self._config.evaluation.success for score in flat)
         low, high = wilson(successes, len(flat))
@@ -73,7 +73,9 @@ class Checks:
                 f"to answer the canaries of version {version}",
                 self._config.run.step_timeout_s,
             )
-        for index, groups in ((index, groups) for index, groups in answers if groups):
+        for index, groups in answers:
+            if not groups:
+                continue
             reason = f"the learner to score the canaries of version {version}"
             gap: Gap = await call(self._learner.compare.remote(groups), reason, self._config.run.step_timeout_s)
             self._telemetry.canary(index, version, gap)

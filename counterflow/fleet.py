@@ -20,6 +20,7 @@ from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
 
 _ANSWER_TIMEOUT_S = 60.0
+_PREFIX = "actor "
 
 
 class Fleet:
@@ -56,7 +57,7 @@ class Fleet:
 
     def given_up(self, actor: str, error: Exception) -> None:
         """An actor could not be brought a version: replace it."""
-        index = int(actor.removeprefix("actor "))
+        index = int(actor.removeprefix(_PREFIX))
         self._losses[index] = error
         self.replace(index, error)
 
@@ -65,10 +66,10 @@ class Fleet:
         if index in self._replacing and not self._replacing[index].done():
             return
         self._serving.discard(index)
-        self._delivery.leave(f"actor {index}")
+        self._delivery.leave(_name(index))
         self._replacing[index] = asyncio.create_task(self._replace(index, error))
 
-    async def check(self) -> None:
+    def check(self) -> None:
         """Raise why an actor could not be replaced, if that happened."""
         for index, task in list(self._replacing.items()):
             if task.done():
@@ -92,7 +93,7 @@ class Fleet:
         """
         asked = [(i, self._handles[i]) for i in sorted(self._serving)]
         answers = await asyncio.gather(
-            *(call(question(i, actor), f"actor {i} {what}", timeout_s) for i, actor in asked),
+            *(call(question(i, actor), f"{_name(i)} {what}", timeout_s) for i, actor in asked),
             return_exceptions=True,
         )
         found = []
@@ -131,49 +132,50 @@ class Fleet:
     async def _replace(self, index: int, error: Exception) -> None:
         import ray
 
-        while True:
-            self._serving.discard(index)
-            self._delivery.leave(f"actor {index}")
+        failure: Exception | None = error
+        while failure is not None:
             if self.restarts == self._config.actors.max_restarts:
                 raise RunFailed(
-                    f"actor {index} was lost, after {self.restarts} replacements (actors.max_restarts): {error}"
-                ) from error
+                    f"{_name(index)} was lost, after {self.restarts} replacements (actors.max_restarts): {failure}"
+                ) from failure
             self.restarts += 1
-            self._telemetry.event("actor_lost", actor=index, error=first_line(error))
-            self._telemetry.note(f"actor {index} is replaced ({first_line(error)})")
+            self._telemetry.event("actor_lost", actor=index, error=first_line(failure))
+            self._telemetry.note(f"{_name(index)} is replaced ({first_line(failure)})")
             ray.kill(self._handles[index], no_restart=True)
             self._unlink(index)
-            try:
-                actor = await self._process(index)
-            except (RunFailed, DeadlineExceeded) as again:
-                error = again
-                continue
-            # What the learner dies of here is not the actor's fault, and ends the run.
-            if not await self._delivery.join(f"actor {index}", self._load_on(index, actor)):
-                error = self._losses[index]
-                continue
-            try:
-                if self._begun:
-                    await call(actor.begin.remote(), f"actor {index} to begin", _ANSWER_TIMEOUT_S)
-            except (RunFailed, DeadlineExceeded) as again:
-                error = again
-                continue
-            if f"actor {index}" not in self._delivery.actors:
-                error = self._losses[index]
-                continue
-            self._serving.add(index)
-            self._telemetry.note(f"actor {index} serves again, version {self._delivery.served}")
-            return
+            failure = await self._try(index)
+        self._telemetry.note(f"{_name(index)} serves again, version {self._delivery.served}")
+
+    async def _try(self, index: int) -> Exception | None:
+        """Have a new process serve in the actor's place; why it does not, None if it does.
+
+        Raises whatever the learner dies of: that is not the actor's fault, and ends the run.
+        """
+        try:
+            actor = await self._process(index)
+        except (RunFailed, DeadlineExceeded) as error:
+            return error
+        joined = await self._delivery.join(_name(index), self._load_on(index, actor))
+        try:
+            if joined and self._begun:
+                await call(actor.begin.remote(), f"{_name(index)} to begin", _ANSWER_TIMEOUT_S)
+        except (RunFailed, DeadlineExceeded) as error:
+            self._delivery.leave(_name(index))
+            return error
+        if _name(index) not in self._delivery.actors:
+            return self._losses[index]
+        self._serving.add(index)
+        return None
 
     async def _start(self, index: int) -> None:
         actor = await self._process(index)
-        await self._delivery.join(f"actor {index}", self._load_on(index, actor))
+        await self._delivery.join(_name(index), self._load_on(index, actor))
         self._serving.add(index)
 
     async def _process(self, index: int) -> Any:
         """A new process in the actor's place, its engine at version 0."""
         self._handles[index] = actor = self._spawn(index)
-        reason = f"actor {index} to start its engine"
+        reason = f"{_name(index)} to start its engine"
         self._segments[index] = await call(actor.start.remote(self._layout), reason, self._config.run.start_timeout_s)
         return actor
 
@@ -183,9 +185,14 @@ class Fleet:
 
     def _load_on(self, index: int, actor: Any) -> Load:
         async def load(shipment: Shipment) -> int:
-            reason = f"policy version {shipment.version} to arrive at actor {index}"
+            reason = f"policy version {shipment.version} to arrive at {_name(index)}"
             version: int = await call(actor.update_weights.remote(shipment), reason, self._config.weight_sync.timeout_s)
             self._telemetry.event("version_served", policy_version=version, actor=index)
             return version
 
         return load
+
+
+def _name(index: int) -> str:
+    """What Delivery calls the actor."""
+    return f"{_PREFIX}{index}"

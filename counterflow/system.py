@@ -198,7 +198,7 @@ class Run:
         for tick in itertools.count(1):
             await asyncio.sleep(_WATCH_S)
             self.delivery.raise_failure()
-            await self.fleet.check()
+            self.fleet.check()
             self.telemetry.actors(await self.fleet.states())
             self.telemetry.delivery(self.delivery.skipped, self.delivery.repeated, self.fleet.restarts)
             ledger = await self._ledger(address)

@@ -36,5 +36,5 @@ def measure(policy: Policy, groups: Sequence[Group], version: int, tokens: int, 
     for batch in microbatches(same, tokens, pad_token_id):
         engine.append(batch.behavior_logprobs)
         ours.append(policy.logprobs(batch)[0].cpu())
-        at_1.append(untempered.logprobs(batch)[0].cpu())
+        at_1.append(ours[-1] if untempered is policy else untempered.logprobs(batch)[0].cpu())
     return Gap.between(*(torch.cat(parts).float().numpy() for parts in (engine, ours, at_1)))

@@ -53,7 +53,9 @@ class Policy:
         self._temperature, self._precision, self._device = temperature, precision, device
 
     def at_temperature(self, temperature: float) -> Policy:
-        """The same models at another temperature."""
+        """The same models at this temperature; the policy itself where that is its own."""
+        if temperature == self._temperature:
+            return self
         return Policy(self.model, self.reference, temperature, self._precision, self._device)
 
     def logprobs(self, batch: Microbatch) -> tuple[Tensor, Tensor]:

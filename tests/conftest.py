@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from groups import make_group
 from hypothesis import HealthCheck, settings
+from llamas import save_llama
 
 from counterflow.buffer.connection import Address
 from counterflow.buffer.server import EmbeddedServer
 from counterflow.buffer.trajectory import Group, Origin
-from counterflow.models import sums_tokenizer
 
 # No test may depend on the time it takes: machines are shared.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -35,27 +35,16 @@ def origin(tmp_path: Path) -> Origin:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a random Llama of 0.6 M parameters and a tokenizer of one token a character."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("tiny-model")
-    tokenizer = sums_tokenizer()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            intermediate_size=384,
-            max_position_embeddings=128,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-        )
-    ).save_pretrained(folder)
+    save_llama(
+        folder,
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=384,
+        max_position_embeddings=128,
+    )
     return folder
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -16,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from counterflow.weight_sync.fingerprint import fingerprint
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.loaded import LoadedWeights
 from counterflow.weight_sync.sources import Source, open_source
@@ -56,6 +58,8 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         self._source: Source | None = None
         self._update: LoadedWeights
         self._unfinished = False
+        # Compiles what an engine would else wait for, paused, at its first update.
+        fingerprint(torch.zeros(1, device=self.device))
 
     def start_weight_update(self) -> None:
         """Prepare vLLM's layerwise reload, which repacks weights where the backend keeps them packed."""

@@ -5,7 +5,7 @@ Imports nothing of vLLM: what is done with the tensors is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +15,6 @@ from counterflow.weight_sync.collective_receiver import Load, Receiver
 from counterflow.weight_sync.group import Invitation
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.slots import map_slot
-
-NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class Source(Protocol):

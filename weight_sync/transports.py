@@ -62,12 +62,12 @@ def open_publisher(config: RunConfig, layout: Layout, folder: Path) -> Publisher
         WeightSyncError: there is no room to stage versions.
     """
     sync = config.weight_sync
-    slots = Slots(layout, "cuda" if sync.transport == "nccl" else "cpu")
+    device = "cuda" if sync.transport == "nccl" else "cpu"
+    slots = Slots(layout, device)
     transport: Transport
     if sync.transport == "disk":
         transport = Disk(slots, sync.folder or folder / "weights")
     elif sync.transport in BROADCASTS:
-        device = "cuda" if sync.transport == "nccl" else "cpu"
         # The group forms, connects and moves a bucket, each in so long: before the callers of both ends lose patience.
         patience_s = sync.timeout_s / 3
         sender = Sender(layout, sync.host or "127.0.0.1", sync.transport, sync.bucket_bytes, patience_s, device)

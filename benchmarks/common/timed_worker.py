@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from counterflow.weight_sync import loaded
+from counterflow.weight_sync.buckets import NamedTensor
+from counterflow.weight_sync.collective_receiver import Load
 from counterflow.weight_sync.receiver import DeliveryProof
-from counterflow.weight_sync.sources import NamedTensors, SharedMemorySource
+from counterflow.weight_sync.sources import SharedMemorySource
 
 TIMED_WORKER = f"{__name__}.TimedProof"
 
@@ -66,7 +68,7 @@ class TimedProof(DeliveryProof):
         module.fingerprint = watch.within("proof", module.fingerprint)
         receive: Any = SharedMemorySource.receive
 
-        def received(source: Any, way: Any, version: int, slot: int, load: Callable[[NamedTensors], None]) -> None:
+        def received(source: Any, way: Any, version: int, slot: int, load: Load) -> None:
             taken = watch.within("load", load)
             with watch.during("transfer"):
                 receive(source, way, version, slot, lambda tensors: taken(_handed_over(tensors, watch)))
@@ -78,7 +80,7 @@ class TimedProof(DeliveryProof):
         return self._stopwatch.drain()
 
 
-def _handed_over(tensors: NamedTensors, watch: Stopwatch) -> NamedTensors:
+def _handed_over(tensors: Iterator[NamedTensor], watch: Stopwatch) -> Iterator[NamedTensor]:
     while True:
         with watch.during("transfer"):
             tensor = next(tensors, None)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from llamas import save_llama
+from transformers import LlamaForCausalLM
 
 from counterflow.buffer.trajectory import Float32Array
 from counterflow.configs.schema import RunConfig
-from counterflow.models import sums_tokenizer
 from counterflow.weight_sync.delivery import Delivery, Load
 from counterflow.weight_sync.layout import lay_out, named_weights
 from counterflow.weight_sync.publisher import Publisher, Shipment, StagedVersion
@@ -39,23 +39,17 @@ _SCORED_AT_ONCE = 128
 
 def make_model(folder: Path) -> None:
     """A random Llama that ends a response about once in 500 tokens and looks back at what came before."""
-    sums_tokenizer().save_pretrained(folder)
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=512,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            intermediate_size=128,
-            max_position_embeddings=256,
-            initializer_range=0.15,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-        )
-    ).save_pretrained(folder)
+    save_llama(
+        folder,
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+    )
 
 
 class Learner:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from llamas import save_llama
 
 from counterflow.cluster import process_environment
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import WeightSyncError
-from counterflow.models import sums_tokenizer
 from counterflow.weight_sync.layout import Layout, lay_out, named_weights
 from counterflow.weight_sync.publisher import Publisher, Shipment
 from counterflow.weight_sync.slots import Slots
@@ -76,25 +75,16 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("tied-model")
-    tokenizer = sums_tokenizer()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            intermediate_size=128,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-            tie_word_embeddings=True,
-        )
+    model = save_llama(
+        folder,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=128,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
     )
-    model.save_pretrained(folder)
     config = RunConfig.model_validate(
         {
             "model": {"path": folder, "context_length": 64},

@@ -76,14 +76,18 @@ def test_group_past_the_lag_bound_is_trained(server: Address, origin: Origin, or
     assert produce(server, origin, lambda p: lease_all(p, 4)) == [4]
 
 
+async def add_without_signal(producer: Producer, origin: Origin, admission: int) -> None:
+    group = make_group(admission)
+    flat = dataclasses.replace(
+        group, trajectories=tuple(dataclasses.replace(t, reward=1.0) for t in group.trajectories)
+    )
+    await producer.add(flat, encode(flat, origin.schema()))
+
+
 def test_group_without_signal_is_trained_where_it_should_be_filtered(server: Address, origin: Origin) -> None:
     async def body(producer: Producer) -> None:
         await lease_all(producer, 2)
-        group = make_group(0)
-        flat = dataclasses.replace(
-            group, trajectories=tuple(dataclasses.replace(t, reward=1.0) for t in group.trajectories)
-        )
-        await producer.add(flat, encode(flat, origin.schema()))
+        await add_without_signal(producer, origin, 0)
         await add(producer, origin, 1)
 
     produce(server, origin, body)
@@ -96,11 +100,7 @@ def test_group_without_signal_is_trained_where_it_should_be_filtered(server: Add
 def test_learner_waits_in_vain_for_signal_without_saying_what_was_dropped(server: Address, origin: Origin) -> None:
     async def body(producer: Producer) -> None:
         await lease_all(producer, 1)
-        group = make_group(0)
-        flat = dataclasses.replace(
-            group, trajectories=tuple(dataclasses.replace(t, reward=1.0) for t in group.trajectories)
-        )
-        await producer.add(flat, encode(flat, origin.schema()))
+        await add_without_signal(producer, origin, 0)
 
     produce(server, origin, body)
     consumer = Consumer(server, origin, reading=Reading(drop_equal_rewards=True))
