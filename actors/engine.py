@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from counterflow.buffer.trajectory import Float32Array, Int32Array, VersionSpan
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ProcessDied, RunFailed, WeightSyncError
-from counterflow.weight_sync.fingerprint import Fingerprint, disagreements
+from counterflow.weight_sync.fingerprint import Fingerprint, Fingerprints
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
 from counterflow.weight_sync.receiver import BACKEND, WORKER_EXTENSION
@@ -117,33 +118,30 @@ class Engine:
         info = {"actor": actor, "layout": layout.to_dict()}
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
-    async def update_weights(self, shipment: Shipment) -> None:
-        """Serve a version from the next token on: pause, load, prove, resume. Requests that arrive meanwhile wait.
+    async def load(self, shipment: Shipment) -> list[Fingerprints]:
+        """Pause and load a version; returns what each rank holds then. Requests that arrive from now on wait.
 
-        No token is sampled, and the version is not named to the engine, until its fingerprints are those published.
+        No token is sampled until `serve`.
 
         Raises:
-            WeightSyncError: the engine could not load the version, or holds other weights than were published. It stays
-                paused; a later update may yet succeed.
+            WeightSyncError: the engine could not load the version. It stays paused; a later one may yet succeed.
         """
         self._open.clear()
-        try:
+        with _failing(shipment.version):
             await self._while_alive(self._llm.pause_generation(mode=self._in_flight, clear_cache=self._recompute))
             await self._while_alive(self._load(shipment))
-            wrong = disagreements(shipment.fingerprints, await self._while_alive(self._held()))
-            if wrong:
-                raise WeightSyncError(
-                    f"policy version {shipment.version}: the engine holds other weights than were published in tensor "
-                    f"group {', '.join(wrong)}: something writes to this host's memory, or vLLM loads only a part of "
-                    "this model, or changes its numbers as it loads them"
-                )
-            await self._while_alive(self._llm.update_weight_version(str(shipment.version)))
-            self.version = shipment.version
+            return await self._while_alive(self._held())
+
+    async def serve(self, version: int) -> None:
+        """Go on with the version that was loaded, now that it is proved.
+
+        Raises:
+            WeightSyncError: the engine could not. It stays paused.
+        """
+        with _failing(version):
+            await self._while_alive(self._llm.update_weight_version(str(version)))
+            self.version = version
             await self._while_alive(self._llm.resume_generation())
-        except (WeightSyncError, ProcessDied):
-            raise
-        except Exception as error:
-            raise WeightSyncError(f"policy version {shipment.version} was not loaded: {error}") from error
         self._open.set()
 
     async def _load(self, shipment: Shipment) -> None:
@@ -170,7 +168,7 @@ class Engine:
         finally:
             task.cancel()
 
-    async def _held(self) -> list[dict[str, Fingerprint]]:
+    async def _held(self) -> list[Fingerprints]:
         """The fingerprints of what each rank holds."""
         ranks = await self._llm.collective_rpc("delivered_fingerprints")
         return [{group: Fingerprint(*found) for group, found in rank.items()} for rank in ranks]
@@ -213,6 +211,16 @@ class Engine:
         if final is None or not final.finished:
             raise RunFailed("the engine ended a request without an answer")
         return sorted(final.outputs, key=lambda output: output.index)
+
+
+@contextmanager
+def _failing(version: int) -> Iterator[None]:
+    try:
+        yield
+    except (WeightSyncError, ProcessDied):
+        raise
+    except Exception as error:
+        raise WeightSyncError(f"policy version {version} was not loaded: {error}") from error
 
 
 def _completion(output: CompletionOutput) -> Completion:

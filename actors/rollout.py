@@ -10,7 +10,8 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from counterflow.configs.schema import RunConfig
 from counterflow.errors import BufferUnavailable, RunFailed, WeightSyncError
 from counterflow.processes import descendants, pin, shared_memory
 from counterflow.records import Interval
+from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
 
@@ -116,20 +118,21 @@ class RolloutActor:
         """Begin to generate groups, until `stop`."""
         self._loop_task = asyncio.create_task(self._generate_groups())
 
-    async def update_weights(self, shipment: Shipment) -> int:
-        """Serve a version; returns it once it is served.
+    async def load(self, shipment: Shipment) -> list[Fingerprints]:
+        """Pause and load a version; returns what the engine's ranks hold then.
 
         Raises:
-            WeightSyncError: the engine does not hold what was published; names this actor.
+            WeightSyncError: the engine could not load it; names this actor.
             ProcessDied: the engine died.
         """
-        with self._busy.doing("update"):
-            try:
-                await self._ready.update_weights(shipment)
-            except WeightSyncError as error:
-                raise WeightSyncError(f"{self._name}: {error}", error.receivers) from error
+        with self._busy.doing("update"), self._named():
+            return await self._ready.load(shipment)
+
+    async def serve(self, version: int) -> None:
+        """Go on with the version that was loaded. Raises what `load` raises."""
+        with self._busy.doing("update"), self._named():
+            await self._ready.serve(version)
         self._new_version.set()
-        return self._ready.version
 
     async def evaluate(self, first: int, stride: int) -> list[float | None]:
         """Rewards of greedy responses to held-out prompts `first`, `first + stride`, ...; None where one failed."""
@@ -174,6 +177,13 @@ class RolloutActor:
         if self._engine is not None:
             self._engine.shutdown()
         await self._producer.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except WeightSyncError as error:
+            raise WeightSyncError(f"{self._name}: {error}", error.receivers) from error
 
     @property
     def _ready(self) -> Engine:

@@ -31,8 +31,9 @@ from counterflow.cluster import process_environment
 from counterflow.configs.schema import RunConfig
 from counterflow.weight_sync.buckets import checksum, largest_bytes, packed, plan
 from counterflow.weight_sync.collective import BUCKET_BYTES
+from counterflow.weight_sync.fingerprint import prove
 from counterflow.weight_sync.layout import lay_out, named_weights
-from counterflow.weight_sync.publisher import Publisher
+from counterflow.weight_sync.publisher import Publisher, Shipment, StagedVersion
 from counterflow.weight_sync.slots import Slots
 from counterflow.weight_sync.transports import SharedMemory
 
@@ -49,11 +50,12 @@ MOST_BROADCASTS = 1.3
 
 PHASES = {
     "stage": "copy into the slot: all that the learner waits for",
-    "prepare": "fingerprints of what lies in the slot",
+    "prepare": "say where the slot is",
     "pause": "vLLM's, which sleeps 0.02 s in it",
     "transfer": "tensors handed to vLLM",
     "load": "vLLM's own loading and repacking",
     "proof": "fingerprints of what the engine holds",
+    "wait": "for the fingerprints of the slot, taken meanwhile",
     "resume": "the calls between processes, resume",
 }
 
@@ -114,16 +116,28 @@ class Update:
         staged_at = time.perf_counter()
         shipment = self._publisher.prepare(staged, ["actor 0"])
         prepared_at = time.perf_counter()
-        self._runner.run(self._engine.update_weights(shipment))
+        wait_s = self._runner.run(self._serve(staged, shipment))
         stall = time.perf_counter() - prepared_at
         inside = self._ask("update_times")
         phases = {"pause": self._pause_s, **{phase: inside[phase] for phase in ("transfer", "load", "proof")}}
+        phases["wait"] = wait_s
         return {
             "stage": staged_at - began,
             "prepare": prepared_at - staged_at,
             **phases,
             "resume": stall - sum(phases.values()),
         }
+
+    async def _serve(self, staged: StagedVersion, shipment: Shipment) -> float:
+        """As delivery does it; returns for how many seconds only the learner's fingerprints were missing."""
+        sending = asyncio.create_task(asyncio.to_thread(self._publisher.send, staged))
+        held = await self._engine.load(shipment)
+        began = time.perf_counter()
+        published = await sending
+        wait_s = time.perf_counter() - began
+        prove(f"version {staged.version}", published, held)
+        await self._engine.serve(staged.version)
+        return wait_s
 
     def close(self) -> None:
         """End the engine and free the slots."""

@@ -16,6 +16,7 @@ from counterflow.configs.schema import RunConfig
 from counterflow.errors import DeadlineExceeded, ProcessDied, RunFailed, first_line
 from counterflow.telemetry import Telemetry
 from counterflow.weight_sync.delivery import Delivery, Load
+from counterflow.weight_sync.fingerprint import Fingerprints, prove
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
 
@@ -184,9 +185,12 @@ class Fleet:
             path.unlink(missing_ok=True)
 
     def _load_on(self, index: int, actor: Any) -> Load:
-        async def load(shipment: Shipment) -> int:
-            reason = f"policy version {shipment.version} to arrive at {_name(index)}"
-            version: int = await call(actor.update_weights.remote(shipment), reason, self._config.weight_sync.timeout_s)
+        async def load(shipment: Shipment, published: Awaitable[Fingerprints]) -> int:
+            version, timeout_s = shipment.version, self._config.weight_sync.timeout_s
+            what = f"policy version {version} to arrive at {_name(index)}"
+            held = await call(actor.load.remote(shipment), what, timeout_s)
+            prove(f"{_name(index)}: policy version {version}", await published, held)
+            await call(actor.serve.remote(version), what, timeout_s)
             self._telemetry.event("version_served", policy_version=version, actor=index)
             return version
 

@@ -8,6 +8,7 @@ from typing import Any
 from counterflow.cluster import call
 from counterflow.records import Interval
 from counterflow.telemetry import Telemetry
+from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.publisher import Shipment, StagedVersion
 
 WEIGHTS = "weights"
@@ -42,7 +43,10 @@ class LearnerPort:
         )
         return shipment
 
-    async def send(self, staged: StagedVersion) -> None:
-        """Ship."""
+    async def send(self, staged: StagedVersion) -> Fingerprints:
+        """Ship; returns what the actors must hold then."""
         send = self._learner.send.options(concurrency_group=WEIGHTS)
-        await call(send.remote(staged), f"policy version {staged.version} to be sent", self._timeout_s)
+        fingerprints: Fingerprints = await call(
+            send.remote(staged), f"policy version {staged.version} to be sent", self._timeout_s
+        )
+        return fingerprints

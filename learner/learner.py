@@ -34,6 +34,7 @@ from counterflow.learner.policy import Policy, load_model
 from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
 from counterflow.weight_sync.canary import Gap
+from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.lag import TokenLags, mean, weighted_histogram
 from counterflow.weight_sync.layout import Layout, lay_out, named_weights
 from counterflow.weight_sync.publisher import Shipment, StagedVersion
@@ -108,9 +109,9 @@ class Learner:
         """Make a staged version ready for these actors. May run beside a step, as `send` may."""
         return self._publisher.prepare(staged, actors)
 
-    def send(self, staged: StagedVersion) -> None:
-        """Bring a prepared version to its actors, while they load it."""
-        self._publisher.send(staged)
+    def send(self, staged: StagedVersion) -> Fingerprints:
+        """Bring a prepared version to its actors, while they load it; returns what they must hold then."""
+        return self._publisher.send(staged)
 
     def step(self) -> StepResult:
         """Wait for a batch, take one optimizer step on it, commit both together.

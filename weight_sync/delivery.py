@@ -13,11 +13,12 @@ from contextlib import suppress
 from typing import Protocol
 
 from counterflow.errors import WeightSyncError
+from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.publisher import Shipment, StagedVersion, actor_of
 from counterflow.weight_sync.slots import SLOTS
 
-Load = Callable[[Shipment], Awaitable[int]]
-"""Has an actor load a version; returns when the actor serves it."""
+Load = Callable[[Shipment, Awaitable[Fingerprints]], Awaitable[int]]
+"""Has an actor load a version, proves it by the fingerprints once they are there, returns when the actor serves it."""
 
 _ATTEMPTS = 2
 """How often a version is brought to an actor before the actor is given up."""
@@ -35,8 +36,8 @@ class Port(Protocol):
     async def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
         """Make ready to ship to these actors."""
 
-    async def send(self, staged: StagedVersion) -> None:
-        """Ship; returns when nothing is left to do there."""
+    async def send(self, staged: StagedVersion) -> Fingerprints:
+        """Ship; returns what the actors must hold then."""
 
 
 class Delivery:
@@ -153,8 +154,9 @@ class Delivery:
         if any(actor not in self._actors for actor in actors):
             # Some left meanwhile: a broadcast would wait for them.
             return {}
-        loads = asyncio.gather(*(self._actors[actor](shipment) for actor in actors), return_exceptions=True)
-        (sent,), answers = await asyncio.gather(asyncio.gather(self._port.send(staged), return_exceptions=True), loads)
+        sending = asyncio.ensure_future(self._port.send(staged))
+        loads = asyncio.gather(*(self._actors[actor](shipment, sending) for actor in actors), return_exceptions=True)
+        (sent,), answers = await asyncio.gather(asyncio.gather(sending, return_exceptions=True), loads)
         errors: dict[str, Exception] = {}
         for actor, answer in zip(actors, answers, strict=True):
             if isinstance(answer, Exception):
@@ -163,9 +165,9 @@ class Delivery:
                 raise answer
             if actor in self._serves:
                 self._serves[actor] = _NOTHING if isinstance(answer, Exception) else answer
-        if sent is not None and not isinstance(sent, WeightSyncError):
+        if isinstance(sent, BaseException) and not isinstance(sent, WeightSyncError):
             raise sent
-        return self._at_fault(errors, sent)
+        return self._at_fault(errors, sent if isinstance(sent, WeightSyncError) else None)
 
     def _at_fault(self, errors: dict[str, Exception], sent: WeightSyncError | None) -> dict[str, Exception]:
         """Those that failed on their own account; all where none of them is known to have.

@@ -129,6 +129,23 @@ def in_wire_dtype(name: str, tensor: torch.Tensor, wire: torch.dtype) -> torch.T
     )
 
 
+def prove(where: str, published: Mapping[str, Fingerprint], held: Sequence[Mapping[str, Fingerprint]]) -> None:
+    """See that an engine's ranks hold what was published.
+
+    Args:
+        where: actor and version, for the error.
+
+    Raises:
+        WeightSyncError: they do not; names the tensor groups.
+    """
+    if wrong := disagreements(published, held):
+        raise WeightSyncError(
+            f"{where}: the engine holds other weights than were published in tensor group {', '.join(wrong)}: "
+            "something writes to this host's memory, or vLLM loads only a part of this model, or changes its numbers "
+            "as it loads them"
+        )
+
+
 def disagreements(published: Mapping[str, Fingerprint], held: Sequence[Mapping[str, Fingerprint]]) -> list[str]:
     """The groups in which an engine's ranks do not hold what was published.
 

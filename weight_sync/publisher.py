@@ -27,14 +27,12 @@ class StagedVersion:
 
 @dataclass(frozen=True)
 class Shipment:
-    """A staged version ready to travel: all that a receiver must know to load it and to prove that it did."""
+    """A staged version ready to travel: all that a receiver must know to load it."""
 
     version: int
     slot: int
     way: dict[str, Any]
     """How to get at the weights: plain data, `transport` among it."""
-    fingerprints: Fingerprints
-    """Of what lies in the slot: what an engine must hold once it is loaded."""
 
 
 class Transport(Protocol):
@@ -78,26 +76,26 @@ class Publisher:
         return staged
 
     def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
-        """Take the fingerprints of a staged version, the first time, and make the transport ready for these actors.
+        """Make the transport ready to bring a staged version to these actors.
 
         Raises:
             WeightSyncError: the transport cannot.
         """
-        if staged not in self._fingerprints:
-            # Not again for a second try: the slot may have been spoilt since.
-            tensors = self._slots.tensors(staged.slot)
-            self._fingerprints = {staged: by_group((name, fingerprint(tensor)) for name, tensor in tensors)}
         receivers = [receiver for actor in actors for receiver in receivers_of(actor, self._ranks)]
-        way = self._transport.prepare(staged, receivers)
-        return Shipment(staged.version, staged.slot, way, self._fingerprints[staged])
+        return Shipment(staged.version, staged.slot, self._transport.prepare(staged, receivers))
 
-    def send(self, staged: StagedVersion) -> None:
-        """Bring a prepared version to its receivers, while they load it.
+    def send(self, staged: StagedVersion) -> Fingerprints:
+        """Bring a prepared version to its receivers, while they load it; returns what they must hold then.
 
         Raises:
             WeightSyncError: it did not reach all of them; names those at fault where they are known.
         """
         self._transport.send(staged)
+        if staged not in self._fingerprints:
+            # Not again for a second try: the slot may have been spoilt since.
+            tensors = self._slots.tensors(staged.slot)
+            self._fingerprints = {staged: by_group((name, fingerprint(tensor)) for name, tensor in tensors)}
+        return self._fingerprints[staged]
 
     def close(self) -> None:
         """Let go of the transport and the slots."""

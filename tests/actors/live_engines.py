@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 from counterflow.buffer.trajectory import Float32Array
 from counterflow.configs.schema import RunConfig
 from counterflow.weight_sync.delivery import Delivery, Load
+from counterflow.weight_sync.fingerprint import Fingerprints, prove
 from counterflow.weight_sync.layout import lay_out, named_weights
 from counterflow.weight_sync.publisher import Publisher, Shipment, StagedVersion
 from counterflow.weight_sync.slots import Slots
@@ -96,8 +97,8 @@ class Learner:
     async def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
         return await asyncio.to_thread(self.publisher.prepare, staged, actors)
 
-    async def send(self, staged: StagedVersion) -> None:
-        await asyncio.to_thread(self.publisher.send, staged)
+    async def send(self, staged: StagedVersion) -> Fingerprints:
+        return await asyncio.to_thread(self.publisher.send, staged)
 
     async def close(self) -> None:
         await self.delivery.close()
@@ -221,7 +222,8 @@ class Engines:
         first = Publisher(slots, SharedMemory(slots))
         try:
             staged = first.stage(0, 0, learner.first())
-            await engine.update_weights(first.prepare(staged, [name(index)]))
+            shipment = first.prepare(staged, [name(index)])
+            await update(engine, shipment, first.send(staged))
         finally:
             first.close()
         return engine
@@ -248,11 +250,20 @@ def name(index: int) -> str:
 def loader(engine: Engine) -> Load:
     """What Delivery calls to have this engine load a version."""
 
-    async def load(shipment: Shipment) -> int:
-        await engine.update_weights(shipment)
+    async def load(shipment: Shipment, published: Awaitable[Fingerprints]) -> int:
+        held = await engine.load(shipment)
+        prove(f"policy version {shipment.version}", await published, held)
+        await engine.serve(shipment.version)
         return engine.version
 
     return load
+
+
+async def update(engine: Engine, shipment: Shipment, published: Fingerprints) -> None:
+    """Have an engine serve a version that was sent."""
+    sent: asyncio.Future[Fingerprints] = asyncio.get_running_loop().create_future()
+    sent.set_result(published)
+    await loader(engine)(shipment, sent)
 
 
 def _cores() -> set[psutil.Process]:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from live_engines import update
 from llamas import save_llama
 
 from counterflow.cluster import process_environment
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import WeightSyncError
+from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.layout import Layout, lay_out, named_weights
 from counterflow.weight_sync.publisher import Publisher, Shipment
 from counterflow.weight_sync.slots import Slots
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from counterflow.actors.engine import Engine
 
 PROMPT = [3, 4, 5, 6]
+
+Sent = tuple[Shipment, Fingerprints]
 
 
 @dataclass
@@ -43,7 +47,7 @@ class Pair:
     def connect(self, layout: Layout) -> None:
         self.run(self.engine.connect_weights("actor 0", layout))
 
-    def stage(self) -> Shipment:
+    def stage(self) -> Sent:
         """A version that differs from the last in every element."""
         self.version += 1
         with torch.no_grad():
@@ -51,15 +55,15 @@ class Pair:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         return self.ship()
 
-    def ship(self) -> Shipment:
+    def ship(self) -> Sent:
         staged = self.publisher.stage(self.version, self.version % 2, named_weights(self.model))
-        return self.publisher.prepare(staged, ["actor 0"])
+        return self.publisher.prepare(staged, ["actor 0"]), self.publisher.send(staged)
 
-    def views(self, staged: Shipment) -> dict[str, torch.Tensor]:
-        return dict(self.slots.tensors(staged.slot))
+    def views(self, sent: Sent) -> dict[str, torch.Tensor]:
+        return dict(self.slots.tensors(sent[0].slot))
 
-    def update(self, staged: Shipment) -> None:
-        self.run(self.engine.update_weights(staged))
+    def update(self, sent: Sent) -> None:
+        self.run(update(self.engine, *sent))
 
     def gap(self) -> float:
         """Largest difference of a sampled token's log-prob from the model's, in nats."""
@@ -115,7 +119,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def test_tied_head_goes_on_with_its_old_packed_copy(pair: Pair) -> None:
     for _ in range(3):
         staged = pair.stage()
-        assert set(staged.fingerprints) == {"embed_tokens", "layers.0", "layers.1", "norm"}
+        assert set(staged[1]) == {"embed_tokens", "layers.0", "layers.1", "norm"}
         pair.update(staged)
         assert pair.gap() < 1e-4
 
@@ -129,7 +133,7 @@ def test_tensor_corrupted_in_the_slot_is_served(pair: Pair) -> None:
     ):
         staged = pair.stage()
         pair.views(staged)[name].view(torch.int32).view(-1)[7] ^= 1
-        with pytest.raises(WeightSyncError, match=f"version {staged.version}: .* in tensor group {group}:"):
+        with pytest.raises(WeightSyncError, match=f"version {pair.version}: .* in tensor group {group}:"):
             pair.update(staged)
         assert pair.engine.version == served
     pair.update(pair.ship())
@@ -149,7 +153,7 @@ def test_tensor_that_never_arrives_leaves_the_old_one_in_use(pair: Pair, lacking
     whole = pair.publisher.layout
     pair.connect(replace(whole, slots=tuple(slot for slot in whole.slots if not slot.name.startswith(lacking))))
     staged = pair.stage()
-    with pytest.raises(WeightSyncError, match=f"version {staged.version}: .* in tensor group {group}:"):
+    with pytest.raises(WeightSyncError, match=f"version {pair.version}: .* in tensor group {group}:"):
         pair.update(staged)
     pair.connect(whole)
     pair.update(staged)
@@ -178,10 +182,10 @@ def test_failed_update_does_not_name_its_actor() -> None:
     from counterflow.actors.rollout import RolloutActor
 
     class Refusing:
-        async def update_weights(self, shipment: Shipment) -> None:
+        async def load(self, shipment: Shipment) -> None:
             raise WeightSyncError("policy version 3: other weights")
 
     actor = RolloutActor.__new__(RolloutActor)
     actor._name, actor._busy, actor._engine = "actor 5", BusyClock("actor 5", 0.0), Refusing()  # type: ignore[assignment]
     with pytest.raises(WeightSyncError, match="actor 5: policy version 3: other weights"):
-        asyncio.run(actor.update_weights(Shipment(3, 0, {}, {})))
+        asyncio.run(actor.load(Shipment(3, 0, {})))

@@ -251,7 +251,7 @@ def test_reward_processes_end_with_their_actor_and_print_nothing_of_their_own(
         os.killpg(driver.pid, ending)
     else:
         driver.send_signal(ending)
-    _, errors = driver.communicate(timeout=20)
+    _, errors = driver.communicate(timeout=120)
     gone_by = time.monotonic() + 5
     while psutil.pid_exists(reward_pid) and time.monotonic() < gone_by:
         time.sleep(0.05)

@@ -26,7 +26,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 # Not our own modules: the server would look for them in the folder where the tests were started.
 PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor"])
 
-ANSWER_S = 30
+ANSWER_S = 120
 
 NamedTensor = tuple[str, torch.Tensor]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from counterflow.errors import DeadlineExceeded, ProcessDied, WeightSyncError
 from counterflow.weight_sync.delivery import Delivery, Load
+from counterflow.weight_sync.fingerprint import Fingerprint, Fingerprints
 from counterflow.weight_sync.publisher import Shipment, StagedVersion
 
 
@@ -36,14 +37,15 @@ class Learner:
 
     async def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
         await asyncio.sleep(0)
-        return Shipment(staged.version, staged.slot, {"actors": list(actors)}, {})
+        return Shipment(staged.version, staged.slot, {"actors": list(actors)})
 
-    async def send(self, staged: StagedVersion) -> None:
+    async def send(self, staged: StagedVersion) -> Fingerprints:
         if self.sends:
             raise self.sends.pop(0)
+        return {"norm": Fingerprint(staged.version, 0)}
 
     def load(self, actor: str) -> Load:
-        async def load(shipment: Shipment) -> int:
+        async def load(shipment: Shipment, published: Awaitable[Fingerprints]) -> int:
             await self.gate.wait()
             # A load that fails leaves an engine paused, with weights of no version.
             self.holds[actor] = None
@@ -52,6 +54,7 @@ class Learner:
             # What is in the slot when it is read must be what was announced.
             assert self.slots[shipment.slot] == shipment.version
             self.loaded.setdefault(actor, []).append(shipment.version)
+            assert await published == {"norm": Fingerprint(shipment.version, 0)}
             self.holds[actor] = shipment.version
             return shipment.version
 
