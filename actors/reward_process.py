@@ -14,13 +14,23 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from counterflow.configs.schema import RunConfig
 
-__all__ = ["OUT_OF_MEMORY", "PATIENCE_S", "Failure", "RewardFunction", "Scored", "describe", "score", "start_process"]
+__all__ = [
+    "OUT_OF_MEMORY",
+    "PATIENCE_S",
+    "Failure",
+    "RewardFunction",
+    "Scored",
+    "describe",
+    "score",
+    "start_process",
+    "zeroed",
+]
 
 RewardFunction = Callable[[str, dict[str, Any]], float]
 Failure = Literal["raised", "timeout", "crashed", "not_finite", "not_started"]
@@ -31,8 +41,8 @@ PATIENCE_S = 0.1
 """A task starts no further sample after this many seconds: what a hang makes it lose was cheap."""
 PR_SET_PDEATHSIG = 1
 
-reward: RewardFunction | str = "the reward process was not started"
-"""This process's reward, or why it has none."""
+rewards: Mapping[str, tuple[RewardFunction, float]] | str = "the reward process was not started"
+"""The parts of this process's reward with their weights, or why it has none."""
 current: Any = None
 """Shared with the actor: index of the sample being scored."""
 
@@ -44,13 +54,23 @@ class Scored:
     reward: float | None
     failure: Failure | None = None
     message: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
+    """What each part gave, before its weight; empty where one failed."""
+
+
+def zeroed(sample: Scored) -> Scored:
+    """The sample with a reward of 0, where it has one; its parts stay what they are."""
+    return sample if sample.reward is None else replace(sample, reward=0.0)
 
 
 def start_process(
-    resolve: Callable[[RunConfig], RewardFunction], config: RunConfig, parent: int, shared_index: Any
+    resolve: Callable[[RunConfig], Mapping[str, tuple[RewardFunction, float]]],
+    config: RunConfig,
+    parent: int,
+    shared_index: Any,
 ) -> None:
     """Bound this process, then load its reward, so that a sample's deadline never pays for imports."""
-    global reward, current
+    global rewards, current
     current = shared_index
     # pebble's handler runs only between bytecodes: a reward stuck in C would survive SIGTERM for seconds.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -65,9 +85,9 @@ def start_process(
     limit = config.reward.memory_bytes if hard == resource.RLIM_INFINITY else min(hard, config.reward.memory_bytes)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
-        reward = resolve(config)
+        rewards = resolve(config)
     except BaseException as error:
-        reward = f"the reward cannot be loaded: {describe(error)}"
+        rewards = f"the reward cannot be loaded: {describe(error)}"
 
 
 def score(completions: list[str], record: dict[str, Any]) -> list[Scored]:
@@ -78,13 +98,27 @@ def score(completions: list[str], record: dict[str, Any]) -> list[Scored]:
         if index and time.monotonic() - began > PATIENCE_S:
             break
         current.value = index
-        scored.append(score_one(completion, copy.deepcopy(record)))
+        scored.append(score_one(completion, record))
     return scored
 
 
 def score_one(completion: str, record: dict[str, Any]) -> Scored:
-    if isinstance(reward, str):
-        return Scored(None, "raised", reward)
+    """The weighted sum of all parts; one that fails costs the sample."""
+    if isinstance(rewards, str):
+        return Scored(None, "raised", rewards)
+    parts: dict[str, float] = {}
+    for name, (reward, _) in rewards.items():
+        part = score_part(reward, completion, copy.deepcopy(record))
+        if part.reward is None:
+            return replace(part, message=f"{name}: {part.message}") if len(rewards) > 1 else part
+        parts[name] = part.reward
+    total = math.fsum(weight * parts[name] for name, (_, weight) in rewards.items())
+    if not math.isfinite(total):
+        return Scored(None, "not_finite", f"the weighted sum of the parts is {total}")
+    return Scored(total, parts=parts)
+
+
+def score_part(reward: RewardFunction, completion: str, record: dict[str, Any]) -> Scored:
     try:
         value: Any = reward(completion, record)
     except MemoryError:

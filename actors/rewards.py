@@ -35,7 +35,7 @@ from counterflow.actors.reward_process import (
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError, RunFailed
 
-__all__ = ["RewardFunction", "RewardPool", "exact", "last_number", "math_verify", "resolve_reward"]
+__all__ = ["RewardFunction", "RewardPool", "exact", "last_number", "math_verify", "resolve_rewards"]
 
 
 START_DEADLINE_S = 60.0
@@ -75,14 +75,14 @@ def math_verify(completion: str, record: dict[str, Any]) -> float:
     return float(verify(expected, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
-def reasoning_gym(config: RunConfig) -> RewardFunction:
+def reasoning_gym(config: RunConfig, key: str) -> RewardFunction:
     """The task's own score of the last `<answer>` in the response, or of the whole response without one."""
     from reasoning_gym.utils import extract_answer
 
     from counterflow.actors.tasks import reasoning_gym_dataset
 
     if config.task.kind != "reasoning_gym":
-        raise ConfigError(f"reward.name = reasoning_gym needs task.kind = reasoning_gym, not {config.task.kind}")
+        raise ConfigError(f"{key} = reasoning_gym needs task.kind = reasoning_gym, not {config.task.kind}")
     dataset = reasoning_gym_dataset(config, config.run.seed, config.task.size)
 
     def score(completion: str, record: dict[str, Any]) -> float:
@@ -92,15 +92,22 @@ def reasoning_gym(config: RunConfig) -> RewardFunction:
     return score
 
 
-def resolve_reward(config: RunConfig) -> RewardFunction:
-    """The function that `reward.name` names.
+def resolve_rewards(config: RunConfig) -> dict[str, tuple[RewardFunction, float]]:
+    """The functions that `reward.name` or `reward.parts` name, each with its weight.
 
     Raises:
-        ConfigError: there is none, it cannot be imported, or it does not fit the task.
+        ConfigError: one is not there, cannot be imported, or does not fit the task.
     """
-    name = config.reward.name
+    if config.reward.parts is None:
+        return {config.reward.name: (resolve_reward(config, config.reward.name, "reward.name"), 1.0)}
+    parts = config.reward.parts.items()
+    return {name: (resolve_reward(config, name, "reward.parts"), weight) for name, weight in parts}
+
+
+def resolve_reward(config: RunConfig, name: str, key: str) -> RewardFunction:
+    """The function that the configuration names at this key."""
     if name == "reasoning_gym":
-        return reasoning_gym(config)
+        return reasoning_gym(config, key)
     if name in (built_in := {"exact": exact, "math_verify": math_verify}):
         if name == "math_verify":
             importlib.import_module(name)
@@ -110,7 +117,7 @@ def resolve_reward(config: RunConfig) -> RewardFunction:
         close = difflib.get_close_matches(name, [*built_in, "reasoning_gym"], n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(
-            f"reward.name = {name}: no such reward; {hint}"
+            f"{key} = {name}: no such reward; {hint}"
             "It is exact, math_verify, reasoning_gym, or your own as package.module:function"
         )
     # Last, so that a file here never hides an installed module.
@@ -120,15 +127,15 @@ def resolve_reward(config: RunConfig) -> RewardFunction:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(
-            f"reward.name = {name}: {module_name} cannot be imported ({describe(error)}); "
+            f"{key} = {name}: {module_name} cannot be imported ({describe(error)}); "
             f"it must be installed or lie in {Path.cwd()}"
         ) from error
     where = getattr(module, "__file__", None) or module_name
     if not hasattr(module, attribute):
-        raise ConfigError(f"reward.name = {name}: {where} has no {attribute}")
+        raise ConfigError(f"{key} = {name}: {where} has no {attribute}")
     function: RewardFunction = getattr(module, attribute)
     if not callable(function):
-        raise ConfigError(f"reward.name = {name}: {attribute} in {where} is not a function of (completion, record)")
+        raise ConfigError(f"{key} = {name}: {attribute} in {where} is not a function of (completion, record)")
     return function
 
 
@@ -150,7 +157,13 @@ class RewardPool:
     async def score(
         self, completions: list[str], record: dict[str, Any], deadline_s: float | None = None
     ) -> list[float | None]:
-        """Rewards of one prompt's completions; None where a sample failed.
+        """Rewards of one prompt's completions; None where a sample failed. See `score_parts`."""
+        return [sample.reward for sample in await self.score_parts(completions, record, deadline_s)]
+
+    async def score_parts(
+        self, completions: list[str], record: dict[str, Any], deadline_s: float | None = None
+    ) -> list[Scored]:
+        """Rewards of one prompt's completions with their parts, or why there is none.
 
         A process scores them one after the other. One that hangs or kills its process costs itself alone: the others
         go on in a fresh process, where cheap ones before it may be scored once more.
@@ -171,7 +184,7 @@ class RewardPool:
             if sample.failure is not None:
                 self.failures[sample.failure] += 1
                 self.last_error = f"{sample.failure}: {sample.message} (response {completions[index][:80]!r})"
-        return [scored[index].reward for index in range(len(completions))]
+        return [scored[index] for index in range(len(completions))]
 
     async def attempt(self, completions: list[str], record: dict[str, Any], until: float) -> dict[int, Scored]:
         """One task for one worker: scores by position, at least one, of a prefix or of the sample that failed."""
@@ -222,7 +235,7 @@ class Worker:
         self.pool = ProcessPool(
             max_workers=1,
             initializer=start_process,
-            initargs=(resolve_reward, self.config, os.getpid(), self.current),
+            initargs=(resolve_rewards, self.config, os.getpid(), self.current),
             context=self.context,
         )
         # Threads and processes inherit the mask: Ctrl-C reaches no reward process, not even one that still imports.

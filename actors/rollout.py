@@ -21,6 +21,7 @@ from psutil import Process
 from transformers import AutoTokenizer
 
 from counterflow.actors.busy_clock import BusyClock
+from counterflow.actors.reward_process import Scored, zeroed
 from counterflow.actors.rewards import RewardPool
 from counterflow.actors.tasks import Prompt, TaskSet, prompt_index
 from counterflow.buffer.admission import open_groups
@@ -155,7 +156,7 @@ class RolloutActor:
         with self._busy.doing("evaluate"):
             answers = await asyncio.gather(*(self._ready.sample(p.token_ids) for p in prompts))
         return [
-            self._group(Lease(i, 1), prompt, completions, [0.0] * len(completions), began)
+            self._group(Lease(i, 1), prompt, completions, [Scored(0.0)] * len(completions), began)
             for i, (prompt, completions) in enumerate(zip(prompts, answers, strict=True))
         ]
 
@@ -193,13 +194,14 @@ class RolloutActor:
     async def _generate_groups(self) -> None:
         limit = self._config.actors.groups_in_flight
         admission, uses = self._config.admission, self._config.buffer.uses
+        ahead = admission.versions_ahead
         total = math.ceil(self._config.run.steps / uses) * admission.groups_per_step
         running: set[asyncio.Task[None]] = set()
         try:
             while True:
                 if len(running) < limit:
                     self._new_version.clear()
-                    opened = open_groups(self._ready.version, admission.max_lag, admission.groups_per_step, total, uses)
+                    opened = open_groups(self._ready.version, ahead, admission.groups_per_step, total, uses)
                     leases, self._closed = await self._producer.admit(opened, limit - len(running))
                     running.update(asyncio.create_task(self._generate_group(lease)) for lease in leases)
                 await self._wait_for_room(running, limit)
@@ -230,7 +232,7 @@ class RolloutActor:
                 completions = await self._ready.sample(prompt.token_ids)
             tokens = sum(len(c.token_ids) for c in completions)
             rewards = await self._score(lease, prompt, completions)
-            if all(reward is None for reward in rewards):
+            if all(sample.reward is None for sample in rewards):
                 raise ValueError(f"every reward failed: {self._rewards.last_error}")
             group = self._group(lease, prompt, completions, rewards, started_at)
             await self._producer.add(group, encode(group, self._schema))
@@ -244,8 +246,13 @@ class RolloutActor:
     def _prompt(self, admission: int) -> Prompt:
         return self._task.train[prompt_index(admission, len(self._task.train), self._config.run.seed)]
 
-    async def _score(self, lease: Lease, prompt: Prompt, completions: Sequence[Completion]) -> list[float | None]:
-        rewards = await self._rewards.score([self._decode(c) for c in completions], prompt.record)
+    async def _score(self, lease: Lease, prompt: Prompt, completions: Sequence[Completion]) -> list[Scored]:
+        rewards = await self._rewards.score_parts([self._decode(c) for c in completions], prompt.record)
+        if self._config.reward.truncated == "zero_reward":
+            rewards = [
+                zeroed(sample) if completion.finish_reason == "length" else sample
+                for sample, completion in zip(rewards, completions, strict=True)
+            ]
         if self._config.reward.shuffle:
             random.Random(f"{self._config.run.seed}/{lease.admission}").shuffle(rewards)
         return rewards
@@ -258,10 +265,9 @@ class RolloutActor:
         lease: Lease,
         prompt: Prompt,
         completions: Sequence[Completion],
-        rewards: Sequence[float | None],
+        rewards: Sequence[Scored],
         started_at: float,
     ) -> Group:
-        name = self._config.reward.name
         return Group(
             group_id=f"{self._origin.run_id}/{lease.admission}",
             admission=lease.admission,
@@ -272,11 +278,11 @@ class RolloutActor:
                     response_token_ids=completion.token_ids,
                     behavior_logprobs=completion.logprobs,
                     version_spans=completion.version_spans,
-                    reward=reward,
+                    reward=sample.reward,
                     finish_reason=completion.finish_reason,
-                    reward_parts={} if reward is None else {name: reward},
+                    reward_parts=sample.parts,
                 )
-                for completion, reward in zip(completions, rewards, strict=True)
+                for completion, sample in zip(completions, rewards, strict=True)
             ),
             started_at_us=int(started_at * 1e6),
             finished_at_us=int(time.time() * 1e6),

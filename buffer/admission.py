@@ -2,11 +2,23 @@
 
 Group n (n = 0, 1, 2, ...) is trained by step floor(n / B) or earlier, in admission order. It may start only when
 floor(n / B) <= version + max_lag, so that none of its tokens is more than max_lag versions old when it is trained.
+That holds for each actor by the version that it serves, also where a lease ran out and the group is started again.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+
+def place(n: int, trained: int, outstanding: Iterable[int]) -> int:
+    """How many groups are trained before group n, in admission order: it may start again when this < `open_groups`.
+
+    Args:
+        trained: groups trained so far.
+        outstanding: groups being generated or buffered.
+    """
+    return trained + sum(m < n for m in outstanding)
 
 
 def open_groups(
@@ -17,7 +29,8 @@ def open_groups(
     Args:
         version: policy version that the generating actor serves. Not the learner's: a version that has not arrived
             samples no tokens.
-        max_lag: the staleness budget in versions; inf is unbounded.
+        max_lag: the versions that admission may run ahead, the staleness budget unless a policy at consumption keeps
+            that one; inf is unbounded.
         groups_per_step: B.
         total_groups: groups the whole run trains, beyond which none starts.
         uses: steps that train each group, one after the other: it is the last of them that must not be too late.

@@ -1,6 +1,6 @@
 #!lua
 -- Give out the next groups to generate, or say why there are fewer than wanted.
--- KEYS: state, leases, attempts, stream, producers
+-- KEYS: state, leases, attempts, stream, producers, buffered
 -- ARGV: producer, its call, wanted, open_groups, capacity_groups, capacity_bytes, groups_per_step, lease_ms, max_attempts
 -- Returns {why, n, attempt, n, attempt, ...}; why is 0, or 1 when the lag budget is used up, or 2 when the buffer is full.
 -- `producers` remembers each producer's latest answer, for a call repeated after its reply was lost.
@@ -29,12 +29,24 @@ local function lease(n)
   table.insert(answer, attempt)
 end
 
-while #answer < 2 * wanted do
-  local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 1)[1]
-  if not expired then break end
+-- A lease that ran out is given out again where its group may still start: to an actor of another version than the first
+-- one's it may be too early. The group's place is what is trained and, of lower number, in flight or buffered.
+local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
+local open = {}
+if #expired > 0 then
+  local outstanding = redis.call('HKEYS', KEYS[6])
+  for _, n in ipairs(redis.call('ZRANGE', leases, 0, -1)) do table.insert(outstanding, n) end
+  for i, n in ipairs(outstanding) do outstanding[i] = tonumber(n) end
+  table.sort(outstanding)
+  for i, n in ipairs(outstanding) do open[n] = number('trained') + i - 1 < open_groups end
+end
+for _, expired in ipairs(expired) do
+  if #answer >= 2 * wanted then break end
   if tonumber(redis.call('HGET', attempts, expired) or '0') < max_attempts then
-    redis.call('HINCRBY', state, 'reissued', 1)
-    lease(tonumber(expired))
+    if open[tonumber(expired)] then
+      redis.call('HINCRBY', state, 'reissued', 1)
+      lease(tonumber(expired))
+    end
   else
     redis.call('ZREM', leases, expired)
     redis.call('HDEL', attempts, expired)

@@ -16,11 +16,11 @@ from typing import Any
 from counterflow.buffer.archive import Archive, read_steps
 from counterflow.buffer.codec import from_batch, read_batch
 from counterflow.buffer.connection import CLIENT_ERRORS, Address, connect, patiently
-from counterflow.buffer.reading import Reading, missing, next_freshest, next_in_admission_order, next_ready
+from counterflow.buffer.reading import Reading, missing, next_freshest, next_in_admission_order, next_ready, stale
 from counterflow.buffer.shelf import Entry, Shelf
 from counterflow.buffer.standing import Standing, read_standing
 from counterflow.buffer.store import Keys, ledger_by, script
-from counterflow.buffer.trajectory import Origin
+from counterflow.buffer.trajectory import Group, Origin
 from counterflow.errors import BufferUnavailable, DeadlineExceeded
 from counterflow.records import Ledger
 
@@ -36,6 +36,7 @@ class Consumer:
         archive: where a step's groups go before they leave the server. None keeps nothing: steps that the server
             itself forgets are an error then.
         tell: takes what the run's owner should know, a sentence at a time.
+        on_stale: takes every group that is dropped as stale.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class Consumer:
         archive: Archive | None = None,
         reading: Reading | None = None,
         tell: Callable[[str], None] = lambda _: None,
+        on_stale: Callable[[Group], None] = lambda _: None,
     ) -> None:
         self._address, self._client, self._archive = address, connect(address), archive
         self._origin, self._keys = origin, Keys.of(origin.run_id)
-        self._reading, self._tell = reading or Reading(), tell
+        self._reading, self._tell, self._on_stale = reading or Reading(), tell, on_stale
         self._term = f"learner-{secrets.token_hex(8)}"
         self._arrive, self._commit, self._release = (
             self._client.register_script(script(name)) for name in ("arrive", "commit", "release")
@@ -154,15 +156,14 @@ class Consumer:
         """Drop what is too old or nobody's; whether there was any."""
         if standing.strangers > 0:
             self._shelf.sweep()
-        oldest_allowed = self.version - self._reading.max_lag
-        stale = [
-            n
-            for n, row in standing.buffered.items()
-            if self._reading.order != "admission" and n not in self._taken and 0 <= row.oldest_version < oldest_allowed
-        ]
-        for n in stale:
-            self._shelf.drop(n, standing.buffered[n], "stale")
-        return bool(stale)
+        waiting = {n: row for n, row in standing.buffered.items() if n not in self._taken}
+        late = stale(waiting, self.version, self._reading.max_lag)
+        # Fetched to be counted; what cannot be read goes to quarantine, and the rest is met again.
+        for entry in self._shelf.fetch({n: waiting[n] for n in late}, self.version) or []:
+            n = entry.group.admission
+            self._shelf.drop(n, waiting[n], "stale")
+            self._on_stale(entry.group)
+        return bool(late)
 
     def _drop_without_signal(self, entries: Sequence[Entry], standing: Standing) -> bool:
         """Drop those whose rewards are all equal, if that is asked for; whether there was any."""

@@ -80,7 +80,7 @@ class Producer:
     async def admit(self, open_groups: int, wanted: int) -> tuple[list[Lease], Closed | None]:
         """Lease up to `wanted` groups with admission numbers below `open_groups`; if fewer, also why."""
         k, c = self._keys, self._capacity
-        keys = [k.state, k.leases, k.attempts, k.stream, k.producers]
+        keys = [k.state, k.leases, k.attempts, k.stream, k.producers, k.buffered]
         limits = [wanted, open_groups, c.groups, c.bytes, c.groups_per_step, self._lease_ms, self._attempts]
         args = [self._name, self._call(), *limits]
         why, *numbers = await patiently_async(

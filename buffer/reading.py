@@ -19,9 +19,14 @@ class Reading:
     uses: int = 1
     """Steps that train each group; more than one only in admission order."""
     max_lag: float = math.inf
-    """Groups with an older token are dropped as stale, unless they are read in admission order."""
+    """Groups with an older token are dropped as stale when a batch is to be made; inf drops none."""
     drop_equal_rewards: bool = False
     """Drop groups whose task rewards are all equal as filtered: they carry no signal."""
+
+
+def stale(buffered: Mapping[int, Row], version: int, max_lag: float) -> list[int]:
+    """The groups with a token that the learner, at `version`, would train more than `max_lag` versions late."""
+    return [n for n, row in buffered.items() if 0 <= row.oldest_version < version - max_lag]
 
 
 def next_in_admission_order(count: int, outstanding: Set[int], admitted: int) -> list[int]:

@@ -87,14 +87,34 @@ class RewardSection(Section):
     name: str = Field(
         "exact", description="`exact`, `math_verify`, `reasoning_gym`, or your own as `package.module:function`."
     )
+    parts: dict[Text, Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
+        None,
+        min_length=1,
+        description="Several rewards by name, each with its weight: the reward is their weighted sum, and each part is "
+        "stored. Absent: `name` alone, with weight 1.",
+    )
     timeout_s: PositiveSeconds = Field(
-        10.0, description="Deadline of one sample's reward, in seconds; past it the sample is failed."
+        10.0, description="Deadline of one sample's reward, all its parts, in seconds; past it the sample is failed."
     )
     workers: int = Field(1, ge=1, description="Processes that compute rewards, for each actor.")
     memory_bytes: int = Field(4 << 30, ge=1 << 28, description="Address space of one reward process, in bytes.")
     shuffle: bool = Field(
         False, description="Permute the rewards within each group: a control that must not learn anything."
     )
+    truncated: Literal["train", "mask", "zero_reward"] = Field(
+        "train",
+        description="A response cut at its longest length (finish reason `length`): `train` it as any other; `mask` "
+        "its tokens, which then carry no gradient, its reward staying in the baseline; or train it with `zero_reward`.",
+    )
+
+    @model_validator(mode="after")
+    def one_way_of_naming(self) -> Self:
+        if self.parts and self.name != type(self).model_fields["name"].default and self.name not in self.parts:
+            raise ValueError(
+                f"name={self.name} is not read where parts are given: put it among them with its weight, or leave one "
+                "of the two out"
+            )
+        return self
 
 
 class SamplingSection(Section):
@@ -119,17 +139,38 @@ class AdmissionSection(Section):
     max_lag: float = Field(
         4,
         ge=0,
-        description="Group n may start only when floor(n/B) <= version + max_lag. 0 is synchronous, `inf` unbounded.",
+        description="Most versions that a token may be behind when it is trained. Group n may start only when "
+        "floor(n/B) <= version + max_lag. 0 is synchronous, `inf` unbounded.",
+    )
+    staleness: Literal["wait", "drop", "mask_tokens", "withhold_keep_baseline", "downweight"] = Field(
+        "wait",
+        description="What keeps tokens past max_lag from the gradient. `wait`: groups start no earlier. When read: "
+        "`drop` the group; `mask_tokens` past it alone; `withhold_keep_baseline`, the whole response, its reward "
+        "staying in the group's baseline; `downweight` each token by `decay` for every version past it.",
+    )
+    run_ahead: float | None = Field(
+        None,
+        ge=0,
+        description="Versions that admission may run ahead, in the place of max_lag, where staleness is not `wait`: "
+        "group n may start when floor(n/B) <= version + run_ahead. Absent: max_lag.",
+    )
+    decay: float = Field(
+        0.5, ge=0, lt=1, description="`downweight`: factor on a token's gradient a version past max_lag."
     )
     lease_s: PositiveSeconds = Field(
         300.0, description="A group not back this many seconds after its admission is given out again."
     )
     attempts: int = Field(3, ge=1, description="How often a group is tried before it is dropped as poison.")
 
-    @field_validator("max_lag")
+    @property
+    def versions_ahead(self) -> float:
+        """The bound of admission, which is that of consumption unless the one was given apart."""
+        return self.max_lag if self.run_ahead is None else self.run_ahead
+
+    @field_validator("max_lag", "run_ahead")
     @classmethod
-    def whole_lag(cls, value: float) -> float:
-        if value != float("inf") and value != int(value):
+    def whole_lag(cls, value: float | None) -> float | None:
+        if value is not None and value != float("inf") and value != int(value):
             raise ValueError("it counts versions: a whole number, or inf")
         return value
 
@@ -172,7 +213,8 @@ class BufferSection(Section):
     order: Literal["admission", "ready", "freshest"] = Field(
         "admission",
         description="Which groups make a batch: the next by `admission` number, those that are `ready` first, or those "
-        "with the `freshest` tokens. The last two drop groups past admission.max_lag as stale.",
+        "with the `freshest` tokens. The last two let groups overtake others, which may become stale: see "
+        "admission.staleness; under `wait` they are dropped.",
     )
     uses: int = Field(1, ge=1, description="Steps that train each group; each use counts its own lag.")
     drop_equal_rewards: bool = Field(
@@ -428,6 +470,32 @@ class RunConfig(Section):
             raise ValueError(
                 f"admission.max_lag={self.admission.max_lag:g} is too low for buffer.uses={self.buffer.uses}: the last "
                 f"use of a group comes {self.buffer.uses - 1} versions after the first, raise it to that or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def staleness_that_can_act(self) -> Self:
+        admission, order = self.admission, self.buffer.order
+        policy, ahead, bound = admission.staleness, admission.versions_ahead, admission.max_lag
+        if policy == "wait" and ahead != bound:
+            raise ValueError(
+                f"admission.run_ahead={ahead:g} is not read with admission.staleness=wait, where admission keeps "
+                "admission.max_lag: leave it out, or choose another admission.staleness"
+            )
+        if ahead < bound:
+            raise ValueError(
+                f"admission.run_ahead={ahead:g} is below admission.max_lag={bound:g}: raise it, or leave it out"
+            )
+        if policy != "wait" and (bound == float("inf") or (order == "admission" and ahead == bound)):
+            raise ValueError(
+                f"admission.staleness={policy} has nothing to act on: no token can pass admission.max_lag={bound:g} "
+                f"with buffer.order={order} and admission.run_ahead={ahead:g}. Set buffer.order=ready, where slow "
+                "groups are overtaken, or admission.run_ahead above a finite admission.max_lag"
+            )
+        if policy == "drop" and self.buffer.uses > 1:
+            raise ValueError(
+                f"admission.staleness=drop with buffer.uses={self.buffer.uses} might drop a group between two uses: "
+                "choose another of the two"
             )
         return self
 

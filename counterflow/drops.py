@@ -11,7 +11,7 @@ from counterflow.errors import RunFailed
 from counterflow.records import Ledger
 
 _HOPELESS_STEPS = 10
-"""Batches' worth of groups that may be dropped between two steps."""
+"""Batches' worth of groups that may be dropped between two steps, beside those that may be stale at once."""
 
 _WORDS = {
     "poison": "poison (failed at every attempt, or unreadable)",
@@ -26,10 +26,11 @@ class DropWatch:
     Args:
         groups_per_step: size of a batch.
         step_timeout_s: the learner's own patience, in seconds.
+        groups_ahead: groups that may become stale all at once, without harm.
     """
 
-    def __init__(self, groups_per_step: int, step_timeout_s: float) -> None:
-        self._limit, self._step_timeout_s = _HOPELESS_STEPS * groups_per_step, step_timeout_s
+    def __init__(self, groups_per_step: int, step_timeout_s: float, groups_ahead: int = 0) -> None:
+        self._limit, self._step_timeout_s = _HOPELESS_STEPS * groups_per_step + groups_ahead, step_timeout_s
         self._steps, self._before = 0, Counter[str]()
         self._warned = False
 
@@ -40,7 +41,8 @@ class DropWatch:
         deadline ends the wait for it.
 
         Raises:
-            RunFailed: more than ten batches were dropped for other reasons since the last step.
+            RunFailed: more than ten batches, and what may be stale at once, were dropped for other reasons since the
+                last step.
         """
         if steps != self._steps:
             self._steps, self._before, self._warned = steps, Counter(ledger.dropped), False

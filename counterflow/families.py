@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from counterflow.lengths import distance, longest
 from counterflow.records import EvaluationRecord, Ledger, StepRecord
 from counterflow.weight_sync.canary import Gap
 
 LAG_BUCKETS = (*range(17), 32, 64)
+BY_LENGTH = ("offered_tokens", "trained_tokens", "stale_groups", "stale_samples", "stale_tokens")
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Totals:
     busy_s: float = 0.0
     wait_s: float = 0.0
     lag_counts: list[int] = field(default_factory=list)
+    by_length: dict[str, list[float]] = field(default_factory=dict)
+    """Of the records' counts by prompt length, by their names, those of `BY_LENGTH`."""
 
 
 def counters(totals: Totals) -> Iterator[Metric]:
@@ -38,6 +42,33 @@ def counters(totals: Totals) -> Iterator[Metric]:
     yield _counter("failed_samples", "Samples without a reward: failed or past their deadline.", totals.failed_samples)
     yield _counter("learner_busy_seconds", "Seconds the learner trained.", totals.busy_s)
     yield _counter("learner_wait_seconds", "Seconds the learner waited for groups.", totals.wait_s)
+
+
+def lengths(by_length: Mapping[str, list[float]]) -> Iterator[Metric]:
+    """What was offered, trained and touched as stale, by length of the prompt: `by_length` as in `Totals`."""
+    stale = CounterMetricFamily(
+        "counterflow_stale",
+        "What admission.staleness dropped, masked or weighed down, by the longest prompt of its bucket, in tokens.",
+        labels=["unit", "prompt_tokens"],
+    )
+    passed = CounterMetricFamily(
+        "counterflow_prompt_length_tokens",
+        "Response tokens offered to the learner, and trained by their share, by the longest prompt of their bucket.",
+        labels=["side", "prompt_tokens"],
+    )
+    for name in BY_LENGTH:
+        family = stale if name.startswith("stale_") else passed
+        kind = name.removeprefix("stale_") if family is stale else name.removesuffix("_tokens")
+        for index, value in enumerate(by_length.get(name, ())):
+            family.add_metric([kind, str(longest(index))], value)
+    yield stale
+    yield passed
+    offered, trained = (by_length.get(name, []) for name in BY_LENGTH[:2])
+    yield gauge(
+        "prompt_length_distance",
+        "Kolmogorov-Smirnov distance of the lengths of trained prompts from those offered, since the run began.",
+        distance(offered, trained),
+    )
 
 
 def lag_histogram(counts: list[int]) -> Metric:

@@ -18,15 +18,18 @@ from prometheus_client.registry import Collector
 from counterflow.configs.schema import MetricsSection
 from counterflow.errors import ConfigError
 from counterflow.families import (
+    BY_LENGTH,
     Totals,
     counters,
     evaluation_gauges,
     gauge,
     lag_histogram,
     ledger_gauges,
+    lengths,
     step_gauges,
     weight_sync,
 )
+from counterflow.lengths import added
 from counterflow.records import EvaluationRecord, Ledger, StepRecord
 from counterflow.weight_sync.canary import Gap
 
@@ -127,6 +130,8 @@ class _RunCollector(Collector):
             totals.wait_s += record.wait_s
             pairs = itertools.zip_longest(totals.lag_counts, record.lag_histogram, fillvalue=0)
             totals.lag_counts = [old + new for old, new in pairs]
+            for name in BY_LENGTH:
+                totals.by_length[name] = added(totals.by_length.get(name, []), getattr(record, name))
 
     def observe_evaluation(self, record: EvaluationRecord) -> None:
         with self._lock:
@@ -159,6 +164,7 @@ class _RunCollector(Collector):
     def _families(self) -> Iterator[Metric]:
         yield from counters(self._totals)
         yield lag_histogram(self._totals.lag_counts)
+        yield from lengths(self._totals.by_length)
         if self._max_lag is not None:
             yield gauge("max_lag", "Configured bound of the lag, in versions.", self._max_lag)
         if self._step is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from counterflow.actors.rewards import resolve_reward
+from counterflow.actors.rewards import resolve_rewards
 from counterflow.actors.tasks import TaskSet, load_task
 from counterflow.buffer.connection import Address
 from counterflow.buffer.fitness import check_server
@@ -63,7 +63,7 @@ def check(config: RunConfig) -> tuple[Origin, TaskSet, list[str]]:
     if config.run.ray_address == "local":
         check_room(bundles(config), [Node(len(usable_cores()), _gpus())])
     _check_model(config.model)
-    resolve_reward(config)
+    resolve_rewards(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code

@@ -5,7 +5,7 @@ Plain data, importable without torch, Ray or vLLM. Times are seconds since the r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,14 @@ class StepRecord:
     buffer_groups: int
     publish_debt: int
     """Versions made by the learner that the actors do not serve yet."""
+    offered_tokens: list[int] = field(default_factory=list)
+    """By bucket of prompt length (`counterflow/lengths.py`): response tokens that came to be trained, or dropped."""
+    trained_tokens: list[float] = field(default_factory=list)
+    """The same, each by the share of its loss that the policies for stale and truncated samples left."""
+    stale_groups: list[int] = field(default_factory=list)
+    stale_samples: list[int] = field(default_factory=list)
+    stale_tokens: list[int] = field(default_factory=list)
+    """By bucket of prompt length: what the staleness policy touched, or dropped since the step before."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,10 @@ class Run:
         self.fleet: Fleet
         self.checks: Checks
         self._evaluating: asyncio.Task[None] | None = None
-        self._drops = DropWatch(config.admission.groups_per_step, config.run.step_timeout_s)
+        admission, buffer = config.admission, config.buffer
+        ahead = min((admission.versions_ahead + 1) * admission.groups_per_step, buffer.capacity_groups)
+        may_drop = admission.staleness == "drop"
+        self._drops = DropWatch(admission.groups_per_step, config.run.step_timeout_s, int(ahead) if may_drop else 0)
 
     async def supervise(self, cluster: Cluster) -> None:
         """Build the run on the cluster, train, and say good-bye to every process.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from counterflow.buffer.shelf import Entry
 from counterflow.buffer.trajectory import BoolArray, Group, Trajectory
+from counterflow.learner.staleness import Shares
 from counterflow.weight_sync.lag import TokenLags, group_lags, trained_lags
 
 
@@ -52,10 +53,11 @@ def loss_mask(trajectory: Trajectory) -> BoolArray:
     return np.ones(len(trajectory.response_token_ids), np.bool_)
 
 
-def lags_of(entries: Sequence[Entry], learner_version: int, *, recomputed: bool) -> TokenLags:
+def lags_of(entries: Sequence[Entry], learner_version: int, shares: Shares, *, recomputed: bool) -> TokenLags:
     """The lags of the tokens that a step on these entries trains, in the order of its microbatches.
 
     Args:
+        shares: what is left of every token's loss, [tokens]; those of which nothing is left are not trained.
         recomputed: whether actors recompute the key-value cache of running requests at each update.
 
     Raises:
@@ -68,7 +70,7 @@ def lags_of(entries: Sequence[Entry], learner_version: int, *, recomputed: bool)
         for entry in entries
     ]
     masks = [loss_mask(t) for entry in entries for t in scored(entry.group)]
-    return trained_lags(groups, np.concatenate(masks))
+    return trained_lags(groups, np.concatenate(masks) & (shares > 0))
 
 
 def microbatches(groups: Sequence[Group], max_tokens: int, pad_token_id: int) -> list[Microbatch]:

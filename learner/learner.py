@@ -23,7 +23,7 @@ from counterflow.buffer.shelf import Entry
 from counterflow.buffer.trajectory import Group, Origin
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import RunFailed
-from counterflow.learner.batch import Microbatch, lags_of, microbatches, scored
+from counterflow.learner.batch import Microbatch, lags_of, loss_mask, microbatches, scored
 from counterflow.learner.canary import measure
 from counterflow.learner.objective.diagnostics import diagnose, remarks
 from counterflow.learner.objective.loss import normalizer, policy_loss, token_weights
@@ -31,6 +31,8 @@ from counterflow.learner.objective.ratios import learning_rate_scale
 from counterflow.learner.objective.types import Diagnostics, PolicyBatch, concatenate
 from counterflow.learner.objective_choice import needs_reference, next_beta, objective_spec
 from counterflow.learner.policy import Policy, load_model
+from counterflow.learner.staleness import Rule, Shares
+from counterflow.learner.verdict import Account, account_of_dropped, judge
 from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
 from counterflow.weight_sync.canary import Gap
@@ -93,7 +95,17 @@ class Learner:
         self._length_constant = config.objective.length_constant or config.sampling.max_tokens
         archive = Archive(folder / "archive", origin, segment_bytes=config.buffer.archive_segment_bytes)
         self._notes: list[str] = []
-        self._consumer = Consumer(address, origin, archive, _reading(config), self._notes.append)
+        admission = config.admission
+        self._rule = Rule(admission.staleness, admission.max_lag, admission.decay)
+        self._dropped: list[Account] = []
+        self._consumer = Consumer(
+            address,
+            origin,
+            archive,
+            _reading(config, self._rule),
+            self._notes.append,
+            lambda group: self._dropped.append(account_of_dropped(group)),
+        )
         dtype = getattr(torch, config.actors.dtype)
         self._publisher = open_publisher(config, lay_out(named_weights(model), dtype), folder)
 
@@ -167,7 +179,9 @@ class Learner:
 
     def _train(self, entries: Sequence[Entry]) -> StepRecord:
         groups = [entry.group for entry in entries]
-        lags = self._lags(entries)
+        masks = self._config.reward.truncated == "mask"
+        shares, account = judge(groups, self._consumer.version, self._rule, mask_truncated=masks)
+        lags = self._lags(entries, shares)
         batches = microbatches(groups, self._config.learner.microbatch_tokens, self._pad_token_id)
         sequences = sum(len(batch.rewards) for batch in batches)
         tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
@@ -175,13 +189,16 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         done: list[PolicyBatch] = []
         loss_sum, entropy_sum = 0.0, 0.0
-        for batch in batches:
+        by_batch = torch.from_numpy(shares).split([len(batch.targets) for batch in batches])
+        for batch, share in zip(batches, by_batch, strict=True):
             policy_batch, entropies = self._policy_batch(batch)
+            if (shares < 1).any():
+                policy_batch = replace(policy_batch, share=share.to(self._device))
             loss = policy_loss(policy_batch, self._spec, scale)
             loss.backward()  # type: ignore[no-untyped-call]
             done.append(policy_batch)
             loss_sum += float(loss.detach())
-            entropy_sum += float(entropies[policy_batch.loss_mask].sum())
+            entropy_sum += float(entropies[policy_batch.trained].sum())
         whole = concatenate(done)
         measured = diagnose(whole, self._spec)
         self._notes += [f"step {self._consumer.version + 1}: {remark}" for remark in remarks(measured, self._spec)]
@@ -197,10 +214,17 @@ class Learner:
                 f"{measured.kl_behavior_k3:g} a token): lower learner.lr if that KL rose from step to step; if it did "
                 "not, the model itself overflows or holds numbers that are not finite"
             )
-        self._optimizer.step()
+        if len(lags.total):
+            self._optimizer.step()
+        else:
+            # Momentum alone must not move weights.
+            self._notes.append(f"step {self._consumer.version + 1}: nothing is left to train, weights stay as they are")
         self._schedule.step()
-        weights = token_weights(whole, self._spec)[whole.loss_mask].double().cpu().numpy()
+        weights = token_weights(whole, self._spec)[whole.trained].double().cpu().numpy()
         record = self._record(groups, lags, weights, measured, loss_sum, entropy_sum, float(norm), learning_rate)
+        account = sum(self._dropped, account)
+        self._dropped.clear()
+        record = replace(record, **{name: list(counts) for name, counts in vars(account).items()})
         beta = next_beta(self._config.objective.kl, self._spec.beta, self._consumer.version + 1, measured.kl_reference)
         self._spec = replace(self._spec, beta=beta)
         return record
@@ -228,10 +252,10 @@ class Learner:
         )
         return policy_batch, entropies
 
-    def _lags(self, entries: Sequence[Entry]) -> TokenLags:
+    def _lags(self, entries: Sequence[Entry], shares: Shares) -> TokenLags:
         version, max_lag = self._consumer.version, self._config.admission.max_lag
-        lags = lags_of(entries, version, recomputed=self._config.weight_sync.caches_are_recomputed)
-        if (largest := lags.total.max(initial=0)) > max_lag:
+        lags = lags_of(entries, version, shares, recomputed=self._config.weight_sync.caches_are_recomputed)
+        if self._rule.keeps_bound and (largest := lags.total.max(initial=0)) > max_lag:
             raise RunFailed(f"step {version + 1} got a token of lag {largest}, admission.max_lag is {max_lag:g}")
         return lags
 
@@ -281,7 +305,7 @@ class Learner:
             zero_signal_groups=measured.zero_signal_groups,
             truncated_responses=float(np.mean([t.finish_reason == "length" for t in trained])),
             failed_samples=sum(len(g.trajectories) for g in groups) - len(trained),
-            response_tokens_mean=tokens / len(trained),
+            response_tokens_mean=float(np.mean([loss_mask(t).sum() for t in trained])),
             wait_s=0.0,
             train_s=0.0,
             tokens_generated=0,
@@ -292,10 +316,10 @@ class Learner:
         )
 
 
-def _reading(config: RunConfig) -> Reading:
+def _reading(config: RunConfig, rule: Rule) -> Reading:
     return Reading(
         order=config.buffer.order,
         uses=config.buffer.uses,
-        max_lag=config.admission.max_lag,
+        max_lag=rule.dropped_past(config.buffer.order),
         drop_equal_rewards=config.buffer.drop_equal_rewards,
     )

@@ -72,7 +72,7 @@ def needs_reference(config: RunConfig) -> bool:
 
 def on_policy(config: RunConfig) -> bool:
     """Whether every token is trained by the version that sampled it."""
-    return config.admission.max_lag == 0
+    return config.admission.max_lag == 0 and config.admission.staleness != "downweight"
 
 
 def judged_spec(config: RunConfig) -> ObjectiveSpec:

@@ -45,7 +45,7 @@ PIXELS = 1500
 
 def reward_figure(steps: Sequence[StepRecord]) -> str:
     """Mean task reward by step: raw faint, moving average strong."""
-    figure, axes = _axes("reward")
+    figure, axes = blank("reward")
     values = _finite(step.reward_mean for step in steps)
     window = max(1, min(25, len(values) // 8))
     marker = "o" if len(values) == 1 else None
@@ -55,13 +55,13 @@ def reward_figure(steps: Sequence[StepRecord]) -> str:
     _widen(axes, _x(steps))
     if window > 1:
         axes.plot(_x(steps), moving_average(values, window), color=BLUE, linewidth=2, label=f"mean of {window} steps")
-        _legend(axes)
-    return _svg(figure)
+        legend(axes)
+    return svg(figure)
 
 
 def heldout_figure(evaluations: Sequence[EvaluationRecord]) -> str:
     """Held-out accuracy by step with its 95 % Wilson interval."""
-    figure, axes = _axes("held-out accuracy, %")
+    figure, axes = blank("held-out accuracy, %")
     rates = [100 * record.rate for record in evaluations]
     below = [max(0.0, rate - 100 * record.low) for rate, record in zip(rates, evaluations, strict=True)]
     above = [max(0.0, 100 * record.high - rate) for rate, record in zip(rates, evaluations, strict=True)]
@@ -71,12 +71,12 @@ def heldout_figure(evaluations: Sequence[EvaluationRecord]) -> str:
     )  # fmt: skip
     axes.margins(x=0.08)
     _widen(axes, [record.step for record in evaluations])
-    return _svg(figure)
+    return svg(figure)
 
 
 def lag_histogram_figure(steps: Sequence[StepRecord], max_lag: float | None) -> str:
     """Share of trained tokens by lag, and of their weight in the loss, with the bound marked."""
-    figure, axes = _axes("trained tokens, %", "lag, versions")
+    figure, axes = blank("trained tokens, %", "lag, versions")
     counts = lag_counts(steps)
     total = sum(counts) or 1
     axes.bar(range(len(counts)), [100 * count / total for count in counts], color=BLUE, width=0.8)
@@ -88,13 +88,13 @@ def lag_histogram_figure(steps: Sequence[StepRecord], max_lag: float | None) -> 
         axes.axvline(max_lag + 0.5, color=PINK, linewidth=1.5, linestyle="--", label=f"max_lag = {max_lag:g}")
         axes.set_xlim(-0.6, max(len(counts) - 1, max_lag) + 1.0)
     if axes.get_legend_handles_labels()[0]:
-        _legend(axes)
-    return _svg(figure)
+        legend(axes)
+    return svg(figure)
 
 
 def lag_by_step_figure(steps: Sequence[StepRecord], max_lag: float | None) -> str:
     """Mean and largest token lag by step, the parts of the mean below it, with the bound marked."""
-    figure, axes = _axes("lag, versions")
+    figure, axes = blank("lag, versions")
     axes.stackplot(
         _x(steps),
         *([getattr(step, f"lag_{part}_mean") for step in steps] for part in ("in_flight", "in_queue", "in_learner")),
@@ -108,42 +108,42 @@ def lag_by_step_figure(steps: Sequence[StepRecord], max_lag: float | None) -> st
         [step.lag_max for step in steps] + ([max_lag] if max_lag is not None and math.isfinite(max_lag) else [])
     )
     axes.set_ylim(-0.03 * max(1, tallest), 1.12 * max(1, tallest))
-    _legend(axes, columns=2)
-    return _svg(figure)
+    legend(axes, columns=2)
+    return svg(figure)
 
 
 def kl_figure(steps: Sequence[StepRecord]) -> str:
     """How far the policy is from the reference, and from the policy that sampled."""
-    figure, axes = _axes("KL, nats a token")
+    figure, axes = blank("KL, nats a token")
     _line(axes, steps, [step.kl_reference for step in steps], BLUE, "KL(π ‖ ref), k3")
     _line(axes, steps, [step.kl_behavior_k3 for step in steps], AMBER, "KL(μ ‖ π), k3")
     _line(axes, steps, [step.kl_behavior_k1 for step in steps], TEAL, "KL(μ ‖ π), k1", width=0.9)
-    _legend(axes)
-    return _svg(figure)
+    legend(axes)
+    return svg(figure)
 
 
 def ess_figure(steps: Sequence[StepRecord]) -> str:
     """Effective sample size over N by step."""
-    figure, axes = _axes("effective samples / N")
+    figure, axes = blank("effective samples / N")
     _line(axes, steps, [step.ess_token for step in steps], BLUE, "token ratios")
     _line(axes, steps, [step.ess_sequence for step in steps], AMBER, "sequence ratios")
     axes.set_ylim(-0.02, 1.05)
-    _legend(axes)
-    return _svg(figure)
+    legend(axes)
+    return svg(figure)
 
 
 def entropy_figure(steps: Sequence[StepRecord]) -> str:
     """Mean token entropy by step."""
-    figure, axes = _axes("entropy, nats")
+    figure, axes = blank("entropy, nats")
     _line(axes, steps, [step.entropy for step in steps], TEAL, "entropy")
-    return _svg(figure)
+    return svg(figure)
 
 
 def grad_norm_figure(steps: Sequence[StepRecord]) -> str:
     """Gradient norm by step."""
-    figure, axes = _axes("gradient norm")
+    figure, axes = blank("gradient norm")
     _line(axes, steps, [step.grad_norm for step in steps], AMBER, "gradient norm")
-    return _svg(figure)
+    return svg(figure)
 
 
 def timeline_figure(intervals: Sequence[Interval]) -> str:
@@ -176,7 +176,7 @@ def timeline_figure(intervals: Sequence[Interval]) -> str:
         figure.legend(
             handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9, labelcolor=INK
         )
-    return _svg(figure)
+    return svg(figure)
 
 
 def weighted_lag_shares(steps: Sequence[StepRecord]) -> list[float]:
@@ -222,7 +222,8 @@ def _owner_order(owner: str) -> tuple[bool, str, int, str]:
     return owner != "learner", name, int(tail) if tail.isdigit() else 0, owner
 
 
-def _axes(ylabel: str, xlabel: str = "step") -> tuple[Any, Any]:
+def blank(ylabel: str, xlabel: str = "step") -> tuple[Any, Any]:
+    """A figure of the report's size, and its axes."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
     _dress(axes, ylabel, xlabel)
@@ -261,7 +262,8 @@ def _line(
     _widen(axes, _x(steps))
 
 
-def _legend(axes: Any, columns: int = 1) -> None:
+def legend(axes: Any, columns: int = 1) -> None:
+    """Name the curves of a figure."""
     axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best", handlelength=1.4, ncols=columns)
 
 
@@ -271,7 +273,8 @@ def _widen(axes: Any, places: Sequence[int]) -> None:
         axes.set_xlim(places[0] - 1, places[0] + 1)
 
 
-def _svg(figure: Any) -> str:
+def svg(figure: Any) -> str:
+    """The figure as text, in the page's own colours."""
     figure.patch.set_alpha(0.0)
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

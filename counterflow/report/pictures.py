@@ -11,9 +11,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from counterflow.lengths import distance
 from counterflow.recorder import RunRecords
 from counterflow.records import StepRecord
-from counterflow.report import figures
+from counterflow.report import figures, length_figure
 from counterflow.report.words import percent, short
 
 __all__ = ["Picture", "pictures_of"]
@@ -85,6 +86,7 @@ def _of_steps(steps: list[StepRecord], summary: dict[str, Any]) -> list[Picture]
             f"in queue {change('lag_in_queue_mean')}, {bound}.",
             Markup(figures.lag_by_step_figure(steps, max_lag)),
         ),
+        *_lengths(steps),
         Picture(
             "KL divergence",
             "π is the policy, ref the frozen reference, μ the policy that sampled.",
@@ -111,6 +113,26 @@ def _of_steps(steps: list[StepRecord], summary: dict[str, Any]) -> list[Picture]
             f"Line chart of the gradient norm, {change('grad_norm')}.",
             Markup(figures.grad_norm_figure(steps)),
         ),
+    ]
+
+
+def _lengths(steps: list[StepRecord]) -> list[Picture]:
+    """Shown where the staleness policy did something, or responses were masked."""
+    offered, trained, stale = (
+        length_figure.summed(steps, name) for name in ("offered_tokens", "trained_tokens", "stale_tokens")
+    )
+    if sum(trained) == sum(offered):
+        return []
+    apart = f"Kolmogorov-Smirnov distance {distance(offered, trained):.2f}"
+    touched = f"{percent(sum(stale) / sum(offered))} of response tokens were past admission.max_lag"
+    return [
+        Picture(
+            "Lengths of prompts",
+            "Response tokens by length of their prompt: those that came to be trained, or were dropped as stale, and "
+            f"what the policies for stale and truncated samples left of them. {apart}; {touched}.",
+            f"Bar chart of response tokens by prompt length, offered and trained. {apart}; {touched}.",
+            Markup(length_figure.lengths_figure(offered, trained)),
+        )
     ]
 
 

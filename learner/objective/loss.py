@@ -22,7 +22,9 @@ from .types import PolicyBatch
 
 
 def token_losses(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
-    """l_t = -sg(w_t A_t) log pi(y_t | s_t) and the KL terms beside it: float [tokens], exactly 0 outside the mask.
+    """l_t = -sg(w_t A_t) log pi(y_t | s_t) and the KL terms beside it, times the token's share: float [tokens].
+
+    Exactly 0 outside the mask.
 
     An infinite or NaN log-prob inside the mask gives a loss that is not finite: it is bad data, and it shows.
     """
@@ -36,21 +38,21 @@ def token_losses(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
         losses = losses + spec.beta * kl_in_loss(batch, spec)
     if spec.reduction == "sequence_mean":
         losses = losses / sequence_tokens(batch).clamp(min=1)[batch.sequence]
-    return losses
+    return losses if batch.share is None else losses * batch.share
 
 
 @torch.no_grad()
 def token_weights(batch: PolicyBatch, spec: ObjectiveSpec) -> Tensor:
     """How much each token counts in the loss, up to one factor for all: float [tokens], 0 where cut or masked.
 
-    The weight w_t of its gradient in `token_losses`, over the length of its sequence for `sequence_mean`. Neither the
-    advantage nor the weights of a KL term beside it count.
+    The weight w_t of its gradient in `token_losses` and its share, over the length of its sequence for
+    `sequence_mean`. Neither the advantage nor the weights of a KL term beside it count.
     """
     batch = _widened(batch)
     weight = correct(batch, spec, advantages(batch, spec)).weight.abs()
     if spec.reduction == "sequence_mean":
         weight = weight / sequence_tokens(batch).clamp(min=1)[batch.sequence]
-    return weight
+    return weight if batch.share is None else weight * batch.share
 
 
 def _widened(batch: PolicyBatch) -> PolicyBatch:

@@ -39,6 +39,9 @@ class PolicyBatch:
     """Int64 [sequences]: equal for the sequences of one prompt; any numbers."""
     reference_divergence: Tensor | None = None
     """Float [tokens]: sum_v pi(v | s_t) log (pi / ref)(v | s_t), for `rao_blackwell`; carries gradient."""
+    share: Tensor | None = None
+    """Float [tokens], constant: what is left of each token's loss, 1 or less, by a policy for stale or truncated
+    samples. It touches nothing else: ratios, KL to go, baselines and divisors are those of all tokens. None: 1."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -48,6 +51,7 @@ class PolicyBatch:
             "loss_mask",
             "sequence",
             "reference_divergence",
+            "share",
         ):
             value = getattr(self, name)
             if value is not None and value.shape != self.logprobs.shape:
@@ -62,6 +66,11 @@ class PolicyBatch:
             )
         if self.loss_mask.dtype != torch.bool:
             raise ValueError(f"PolicyBatch.loss_mask is {self.loss_mask.dtype}; convert it with .bool()")
+
+    @property
+    def trained(self) -> Tensor:
+        """Bool [tokens]: those of the mask of whose loss anything is left."""
+        return self.loss_mask if self.share is None else self.loss_mask & (self.share > 0)
 
     @property
     def sequences(self) -> int:
@@ -119,4 +128,5 @@ def concatenate(batches: Sequence[PolicyBatch]) -> PolicyBatch:
         rewards=torch.cat([batch.rewards for batch in batches]),
         group=torch.cat(groups),
         reference_divergence=joined([batch.reference_divergence for batch in batches]),
+        share=joined([batch.share for batch in batches]),
     )

@@ -16,13 +16,19 @@ from typing import Any
 import psutil
 import pytest
 
-from counterflow.actors.rewards import RewardPool, exact, last_number, math_verify, resolve_reward
+from counterflow.actors.reward_process import Scored, zeroed
+from counterflow.actors.rewards import RewardPool, exact, last_number, math_verify, resolve_rewards
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError, RunFailed
 
 MISBEHAVING = """
 import ctypes, os, signal, sys, time
 leak = []
+
+def brevity(completion, record):
+    if completion == "bad":
+        raise ValueError("it is bad")
+    return len(completion)
 
 def reward(completion, record):
     if completion == "slow":
@@ -312,7 +318,8 @@ def test_math_verify_works_in_the_pool_without_its_own_alarms() -> None:
 )
 def test_reasoning_gym_reads_the_last_answer_tag_or_the_whole_response(completion: str) -> None:
     task = {"kind": "reasoning_gym", "name": "letter_counting", "size": 4}
-    reward = resolve_reward(RunConfig.model_validate({"task": task, "reward": {"name": "reasoning_gym"}}))
+    found = resolve_rewards(RunConfig.model_validate({"task": task, "reward": {"name": "reasoning_gym"}}))
+    reward, _ = found["reasoning_gym"]
     assert reward(completion, {"question": "?", "answer": "3", "metadata": {}}) == 1.0
     assert reward("4", {"question": "?", "answer": "3", "metadata": {}}) == 0.0
 
@@ -333,6 +340,29 @@ def test_reasoning_gym_reads_the_last_answer_tag_or_the_whole_response(completio
 def test_a_reward_that_does_not_exist_is_refused_before_the_run(user_module: Path, name: str, message: str) -> None:
     (user_module / "broken_reward.py").write_text(textwrap.dedent("def reward(:"))
     with pytest.raises(ConfigError) as error:
-        resolve_reward(config(name))
+        resolve_rewards(config(name))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_parts_add_up_to_another_reward_or_are_lost(user_module: Path) -> None:
+    parts = {"misbehaving_reward:reward": 2.0, "misbehaving_reward:brevity": -0.5}
+    pool = RewardPool(RunConfig.model_validate({"reward": {"parts": parts, "timeout_s": 5.0}}))
+    try:
+        found = asyncio.run(pool.score_parts(["plain", "bad"], {"answer": "7"}))
+    finally:
+        pool.close()
+    assert (found[0].reward, found[0].parts) == (2 * 1 - 0.5 * 5, dict(zip(parts, (1.0, 5.0), strict=True)))
+    assert (found[1].reward, found[1].failure, found[1].parts) == (None, "raised", {})
+    assert found[1].message == "misbehaving_reward:brevity: ValueError: it is bad"
+
+
+def test_truncated_response_of_no_reward_keeps_one_or_loses_its_parts() -> None:
+    assert zeroed(Scored(2.0, parts={"exact": 1.0})) == Scored(0.0, parts={"exact": 1.0})
+    assert zeroed(Scored(None, "timeout", "late")) == Scored(None, "timeout", "late")
+
+
+def test_part_that_does_not_exist_is_refused_by_another_key(user_module: Path) -> None:
+    reward = {"parts": {"exact": 1.0, "misbehaving_reward:absent": 1.0}}
+    with pytest.raises(ConfigError, match=r"reward.parts = misbehaving_reward:absent: .* has no absent"):
+        resolve_rewards(RunConfig.model_validate({"reward": reward}))

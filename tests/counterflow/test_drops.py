@@ -35,3 +35,10 @@ def test_rare_signal_is_told_once_a_step_and_ends_nothing() -> None:
     assert watch.look(0, ledger(filtered=5000), None) is None
     assert watch.look(1, ledger(filtered=5001), None) is None
     assert watch.look(1, ledger(filtered=5022), None) is not None
+
+
+def test_groups_that_may_be_stale_at_once_end_the_run() -> None:
+    watch = DropWatch(groups_per_step=2, step_timeout_s=60, groups_ahead=50)
+    assert watch.look(0, ledger(stale=70), None) is None
+    with pytest.raises(RunFailed, match="71 stale"):
+        watch.look(0, ledger(stale=71), None)
