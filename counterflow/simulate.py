@@ -12,6 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from counterflow.buffer.admission import open_groups, place
 from counterflow.buffer.reading import next_freshest, next_in_admission_order, next_ready, stale
@@ -121,7 +122,7 @@ class _Simulation:
         self._buffer: dict[int, _Arrived] = {}
         self._training: list[int] = []
         for time_s, actor in world.crashes:
-            self._at(time_s, lambda actor=actor: self._crash(actor))
+            self._at(time_s, partial(self._crash, actor))
 
     def run(self) -> Outcome:
         self._turn()
@@ -234,7 +235,7 @@ class _Simulation:
         self._version += 1
         for index in range(len(self._actors)):
             arrives = self._now + self._world.publish_s(self._version, index)
-            self._at(arrives, lambda index=index, version=self._version: self._serve(index, version))
+            self._at(arrives, partial(self._serve, index, self._version))
 
 
 def _spans(served: Sequence[tuple[float, int]], start: float, end: float) -> tuple[VersionSpan, ...]:

@@ -189,7 +189,7 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         done: list[PolicyBatch] = []
         loss_sum, entropy_sum = 0.0, 0.0
-        by_batch = torch.from_numpy(shares).split([len(batch.targets) for batch in batches])
+        by_batch = torch.split(torch.from_numpy(shares), [len(batch.targets) for batch in batches])
         for batch, share in zip(batches, by_batch, strict=True):
             policy_batch, entropies = self._policy_batch(batch)
             if (shares < 1).any():
@@ -224,7 +224,14 @@ class Learner:
         record = self._record(groups, lags, weights, measured, loss_sum, entropy_sum, float(norm), learning_rate)
         account = sum(self._dropped, account)
         self._dropped.clear()
-        record = replace(record, **{name: list(counts) for name, counts in vars(account).items()})
+        record = replace(
+            record,
+            offered_tokens=list(account.offered_tokens),
+            trained_tokens=list(account.trained_tokens),
+            stale_groups=list(account.stale_groups),
+            stale_samples=list(account.stale_samples),
+            stale_tokens=list(account.stale_tokens),
+        )
         beta = next_beta(self._config.objective.kl, self._spec.beta, self._consumer.version + 1, measured.kl_reference)
         self._spec = replace(self._spec, beta=beta)
         return record

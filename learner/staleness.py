@@ -55,11 +55,10 @@ def shares(lags: Versions, mask: BoolArray, rule: Rule) -> Shares:
     past = np.where(mask, np.maximum(lags - rule.max_lag, 0), 0)
     match rule.policy:
         case "mask_tokens":
-            left = past == 0
+            return (past == 0).astype(np.float32)
         case "withhold_keep_baseline":
-            left = np.full(past.shape, not past.any())
+            return np.full(past.shape, not past.any(), np.float32)
         case "downweight":
-            left = rule.decay**past
+            return np.power(rule.decay, past, dtype=np.float64).astype(np.float32)
         case "wait" | "drop":
-            left = np.ones(past.shape)
-    return left.astype(np.float32)
+            return np.ones(past.shape, np.float32)

@@ -21,17 +21,17 @@ from counterflow.weight_sync.lag import token_lags
 class Account:
     """Counts by bucket of prompt length; see `counterflow.lengths`. Tokens are those of the loss mask."""
 
-    offered_tokens: Sequence[float] = ()
+    offered_tokens: Sequence[int] = ()
     """That came to be trained."""
     trained_tokens: Sequence[float] = ()
     """The same, each by its share."""
-    stale_groups: Sequence[float] = ()
+    stale_groups: Sequence[int] = ()
     """That the staleness policy touched."""
-    stale_samples: Sequence[float] = ()
-    stale_tokens: Sequence[float] = ()
+    stale_samples: Sequence[int] = ()
+    stale_tokens: Sequence[int] = ()
 
     def __add__(self, other: Account) -> Account:
-        return Account(*(added(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+        return Account(*(added(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)))
 
 
 def judge(groups: Sequence[Group], version: int, rule: Rule, *, mask_truncated: bool) -> tuple[Shares, Account]:

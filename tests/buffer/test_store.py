@@ -45,6 +45,20 @@ def test_group_of_a_lost_lease_is_never_generated(server: Address, origin: Origi
     assert read_ledger(server, origin.run_id).reissued == 1
 
 
+def test_group_of_a_lost_lease_starts_again_under_too_old_a_version(server: Address, origin: Origin) -> None:
+    """Two groups a step, max_lag 0: group 2 may start under version 1, and a lease on it that ran out no sooner."""
+
+    async def body(producer: Producer) -> tuple[list[Lease], Closed | None]:
+        await producer.admit(4, wanted=3)
+        await add(producer, origin, 0)
+        await add(producer, origin, 1)
+        expire_leases(server, origin)
+        assert await producer.admit(2, wanted=9) == ([], Closed.LAG_BUDGET)
+        return await producer.admit(4, wanted=1)
+
+    assert produce(server, origin, body) == ([Lease(2, 2)], None)
+
+
 def test_late_group_of_a_lost_lease_is_kept_beside_the_new_one(server: Address, origin: Origin) -> None:
     async def body(producer: Producer) -> list[bool]:
         await producer.admit(1, wanted=1)

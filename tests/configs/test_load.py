@@ -248,3 +248,29 @@ def test_written_configuration_loads_back_to_the_same(
     folder = tmp_path_factory.mktemp("config")
     assert load_config(write(folder, describe(config)), []) == config
     assert load_config(write(folder, dump(config)), []) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["admission.run_ahead=8"], "admission.run_ahead=8 is not read with admission.staleness=wait"),
+        (["admission.staleness=drop"], "admission.staleness=drop has nothing to act on"),
+        (["admission.staleness=downweight", "admission.max_lag=inf", "buffer.order=ready"], "nothing to act on"),
+        (["admission.staleness=drop", "admission.run_ahead=3"], "admission.run_ahead=3 is below admission.max_lag=4"),
+        (["admission.staleness=drop", "admission.run_ahead=8", "buffer.uses=2"], "between two uses"),
+        (["admission.staleness=drop", "admission.run_ahead=4.5"], "a whole number, or inf"),
+        (["reward.name=math_verify", "reward.parts={exact: 1}"], "name=math_verify is not read where parts are given"),
+        (["reward.parts={}"], "reward.parts"),
+    ],
+)
+def test_policy_that_cannot_act_is_accepted(overrides: list[str], message: str) -> None:
+    assert message in refusal(None, *overrides)
+
+
+def test_policy_that_can_act_is_refused() -> None:
+    ready = ["buffer.order=ready", "admission.staleness=withhold_keep_baseline"]
+    assert load_config(None, ready).admission.versions_ahead == 4
+    ahead = load_config(None, ["admission.staleness=mask_tokens", "admission.run_ahead=inf"])
+    assert (ahead.admission.versions_ahead, ahead.admission.max_lag) == (math.inf, 4)
+    parts = load_config(None, ["reward.parts={exact: 1, 'my.rewards:brevity': -0.5}"]).reward.parts
+    assert parts == {"exact": 1.0, "my.rewards:brevity": -0.5}

@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import io
 import math
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import pytest
 from rich.console import Console
@@ -18,7 +18,8 @@ EVALUATION = EvaluationRecord(0, 0, 0.0, 40, 100, 0.3, 0.5, 0.1)
 
 
 def make_step(step: int, **changes: Any) -> StepRecord:
-    zero = {field.name: [] if field.name.startswith("lag_histogram") else 0 for field in dataclasses.fields(StepRecord)}
+    hints = get_type_hints(StepRecord)
+    zero = {name: [] if get_origin(hint) is list else 0 for name, hint in hints.items()}
     return StepRecord(**{**zero, "step": step, "policy_version": step, "time_s": 2.0 * step, **changes})
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,7 +24,8 @@ def metrics() -> Iterator[Metrics]:
 
 
 def make_step(**changes: Any) -> StepRecord:
-    zero = {field.name: [] if field.name.startswith("lag_histogram") else 0 for field in dataclasses.fields(StepRecord)}
+    hints = get_type_hints(StepRecord)
+    zero = {name: [] if get_origin(hint) is list else 0 for name, hint in hints.items()}
     return StepRecord(**{**zero, **changes})
 
 
@@ -121,3 +121,16 @@ def test_close_gives_the_port_back_and_runs_share_nothing() -> None:
     second = Metrics(MetricsSection(port=port))
     assert "counterflow_policy_version" not in scrape(second)
     second.close()
+
+
+def test_lengths_of_a_step_are_lost_or_counted_as_others(metrics: Metrics) -> None:
+    metrics.observe_step(make_step(offered_tokens=[0, 6], trained_tokens=[0.0, 6.0]))
+    metrics.observe_step(
+        make_step(offered_tokens=[0, 0, 2], trained_tokens=[0, 0, 0.0], stale_groups=[0, 0, 1], stale_tokens=[0, 0, 2])
+    )
+    samples = scrape(metrics)
+    assert samples["counterflow_stale_total{prompt_tokens=4,unit=groups}"] == 1
+    assert samples["counterflow_stale_total{prompt_tokens=4,unit=tokens}"] == 2
+    assert samples["counterflow_prompt_length_tokens_total{prompt_tokens=2,side=trained}"] == 6
+    assert samples["counterflow_prompt_length_tokens_total{prompt_tokens=4,side=offered}"] == 2
+    assert samples["counterflow_prompt_length_distance"] == 0.25

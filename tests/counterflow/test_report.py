@@ -10,7 +10,7 @@ import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -41,7 +41,8 @@ def make_records(steps: int, *, actors: int = 2, seconds: float = 1.3, seed: int
             continue
         lags = [random.randint(0, 300), 400, 900, random.randint(200, 700), random.randint(0, 150)]
         lag_mean = sum(lag * n for lag, n in enumerate(lags)) / sum(lags)
-        zero: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepRecord)}
+        hints = get_type_hints(StepRecord)
+        zero: dict[str, Any] = {name: [] if get_origin(hint) is list else 0 for name, hint in hints.items()}
         changes = {
             "step": step, "policy_version": step, "time_s": now, "tokens": sum(lags), "lag_histogram": lags,
             "lag_mean": lag_mean, "lag_max": 4, "lag_histogram_weighted": [count / sum(lags) for count in lags],
@@ -273,3 +274,12 @@ def test_coalesced_stretches_cover_the_old_ones_and_are_apart(pairs: list[tuple[
     joined = coalesce(stretches, gap)
     assert all(any(low <= start and end <= high for low, high in joined) for start, end in stretches)
     assert all(later[0] - earlier[1] > gap for earlier, later in itertools.pairwise(joined))
+
+
+def test_lengths_are_shown_where_all_were_trained_or_hidden_where_not(tmp_path: Path) -> None:
+    records, starved = make_records(2), {"offered_tokens": [0, 0, 6, 2], "trained_tokens": [0.0, 0.0, 6.0, 0.0]}
+    assert "Lengths of prompts" not in write_report(make_run(tmp_path / "even", records)).read_text()
+    steps = [dataclasses.replace(step, **starved, stale_tokens=[0, 0, 0, 2]) for step in records.steps]
+    page = write_report(make_run(tmp_path / "starved", dataclasses.replace(records, steps=steps))).read_text()
+    # Of the offered, 3/4 are in the shorter bucket, of the trained all.
+    assert "Kolmogorov-Smirnov distance 0.25; 25.0\u00a0%" in page or "distance 0.25; 25.0 %" in page

@@ -113,3 +113,68 @@ def test_weights_are_those_of_other_tokens(server: Address, origin: Origin, tmp_
         record = learner.step().record
     assert record.lag_histogram == [6, 2]
     assert record.lag_histogram_weighted == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "tokens", "trained", "stale"),
+    [
+        ("mask_tokens", 4, [0, 0, 4], ([0, 0, 1], [0, 0, 2], [0, 0, 4])),
+        ("withhold_keep_baseline", 0, [0, 0, 0], ([0, 0, 1], [0, 0, 2], [0, 0, 8])),
+        ("downweight", 8, [0, 0, 6], ([0, 0, 1], [0, 0, 2], [0, 0, 4])),
+    ],
+)
+def test_step_trains_what_its_policy_forbids(
+    server: Address,
+    origin: Origin,
+    tmp_path: Path,
+    tiny_model: Path,
+    staleness: str,
+    tokens: int,
+    trained: list[float],
+    stale: tuple[list[int], ...],
+) -> None:
+    """The second step, at version 1, reads two responses of two tokens of version 0 and two of version 1."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(tiny_model)},
+            "sampling": {"max_tokens": 8},
+            "admission": {"groups_per_step": 1, "max_lag": 0, "run_ahead": 8, "staleness": staleness},
+            "learner": {"lr": 1e-2},
+            "run": {"step_timeout_s": 20},
+        }
+    )
+    group = make_group(1, tokens=4)
+    spans = (VersionSpan(0, 0, 2), VersionSpan(1, 2, 4))
+    group = dataclasses.replace(
+        group, trajectories=tuple(dataclasses.replace(t, version_spans=spans) for t in group.trajectories)
+    )
+    with closing(Learner(tmp_path, config, server, origin, time.time(), cores=None)) as learner:
+        offer(server, origin, make_group(0))
+        assert learner.step().record.stale_tokens == [0, 0, 0]
+        offer(server, origin, group)
+        result = learner.step()
+    record = result.record
+    assert (record.tokens, record.offered_tokens, record.trained_tokens) == (tokens, [0, 0, 8], trained)
+    assert (record.stale_groups, record.stale_samples, record.stale_tokens) == stale
+    assert record.lag_max == (1 if staleness == "downweight" else 0)
+    assert (record.grad_norm > 0) == (tokens > 0)
+    assert any("nothing is left to train" in note for note in result.notes) == (tokens == 0)
+
+
+def test_dropped_group_is_not_counted(server: Address, origin: Origin, tmp_path: Path, tiny_model: Path) -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(tiny_model)},
+            "sampling": {"max_tokens": 8},
+            "admission": {"groups_per_step": 1, "max_lag": 0, "run_ahead": 8, "staleness": "drop"},
+            "run": {"step_timeout_s": 20},
+        }
+    )
+    with closing(Learner(tmp_path, config, server, origin, time.time(), cores=None)) as learner:
+        for n in range(3):
+            offer(server, origin, make_group(n))
+        learner.step()
+        offer(server, origin, make_group(3, version=1))
+        record = learner.step().record
+    assert (record.lag_max, record.offered_tokens, record.trained_tokens) == (0, [0, 0, 18], [0, 0, 6])
+    assert (record.stale_groups, record.stale_samples, record.stale_tokens) == ([0, 0, 2], [0, 0, 4], [0, 0, 12])

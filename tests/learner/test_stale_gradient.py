@@ -1,4 +1,4 @@
-"""The gradient of a token, through the learner's loss, is its share of what it is without a policy; nothing else moves."""
+"""The gradient of a token, through the learner's loss, is its share of what it would be without a policy."""
 
 from __future__ import annotations
 
