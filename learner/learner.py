@@ -226,11 +226,11 @@ class Learner:
         self._dropped.clear()
         record = replace(
             record,
-            offered_tokens=list(account.offered_tokens),
+            offered_tokens=[int(n) for n in account.offered_tokens],
             trained_tokens=list(account.trained_tokens),
-            stale_groups=list(account.stale_groups),
-            stale_samples=list(account.stale_samples),
-            stale_tokens=list(account.stale_tokens),
+            stale_groups=[int(n) for n in account.stale_groups],
+            stale_samples=[int(n) for n in account.stale_samples],
+            stale_tokens=[int(n) for n in account.stale_tokens],
         )
         beta = next_beta(self._config.objective.kl, self._spec.beta, self._consumer.version + 1, measured.kl_reference)
         self._spec = replace(self._spec, beta=beta)

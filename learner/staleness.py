@@ -53,12 +53,14 @@ def shares(lags: Versions, mask: BoolArray, rule: Rule) -> Shares:
         mask: bool [tokens]: the tokens that count; a lag outside is never looked at.
     """
     past = np.where(mask, np.maximum(lags - rule.max_lag, 0), 0)
+    left: Shares = np.ones(past.shape, np.float32)
     match rule.policy:
         case "mask_tokens":
-            return (past == 0).astype(np.float32)
+            left[past > 0] = 0
         case "withhold_keep_baseline":
-            return np.full(past.shape, not past.any(), np.float32)
+            left[:] = not past.any()
         case "downweight":
-            return np.power(rule.decay, past, dtype=np.float64).astype(np.float32)
+            left[:] = rule.decay**past
         case "wait" | "drop":
-            return np.ones(past.shape, np.float32)
+            pass
+    return left

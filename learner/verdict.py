@@ -21,14 +21,14 @@ from counterflow.weight_sync.lag import token_lags
 class Account:
     """Counts by bucket of prompt length; see `counterflow.lengths`. Tokens are those of the loss mask."""
 
-    offered_tokens: Sequence[int] = ()
+    offered_tokens: Sequence[float] = ()
     """That came to be trained."""
     trained_tokens: Sequence[float] = ()
     """The same, each by its share."""
-    stale_groups: Sequence[int] = ()
+    stale_groups: Sequence[float] = ()
     """That the staleness policy touched."""
-    stale_samples: Sequence[int] = ()
-    stale_tokens: Sequence[int] = ()
+    stale_samples: Sequence[float] = ()
+    stale_tokens: Sequence[float] = ()
 
     def __add__(self, other: Account) -> Account:
         return Account(*(added(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)))
