@@ -355,9 +355,22 @@ class LearnerSection(Section):
     )
     lr: float = Field(1e-6, gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises linearly.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="The learning rate after the warm-up: `constant`, or a `linear` or `cosine` fall."
+    )
+    schedule_steps: int | None = Field(
+        None, ge=1, description="`linear`, `cosine`: the step at which the fall ends. Absent: `run.steps`."
+    )
+    lr_floor: float = Field(0.0, ge=0, le=1, description="`linear`, `cosine`: where the fall ends, as a share of lr.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's moment decays.")
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this; `inf` does not clip.")
+    max_skipped_steps: int = Field(
+        3,
+        ge=0,
+        description="A step whose gradient is not finite changes nothing and uses up its groups; after so many in "
+        "a row the run stops.",
+    )
     microbatch_tokens: int = Field(
         16_384, ge=1, description="Most padded tokens in one forward; a group is never split."
     )
@@ -496,6 +509,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"admission.staleness=drop with buffer.uses={self.buffer.uses} might drop a group between two uses: "
                 "choose another of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def schedule_that_falls(self) -> Self:
+        learner, last = self.learner, self.learner.schedule_steps or self.run.steps
+        if learner.schedule != "constant" and learner.warmup_steps >= last:
+            raise ValueError(
+                f"learner.warmup_steps={learner.warmup_steps} leaves learner.schedule={learner.schedule} no step to "
+                f"fall in, which ends at step {last}: warm up for fewer"
             )
         return self
 

@@ -23,6 +23,7 @@ class Totals:
     tokens_generated: int = 0
     tokens_trained: int = 0
     failed_samples: int = 0
+    skipped_updates: int = 0
     busy_s: float = 0.0
     wait_s: float = 0.0
     lag_counts: list[int] = field(default_factory=list)
@@ -40,6 +41,9 @@ def counters(totals: Totals) -> Iterator[Metric]:
     tokens.add_metric(["learner"], totals.tokens_trained)
     yield tokens
     yield _counter("failed_samples", "Samples without a reward: failed or past their deadline.", totals.failed_samples)
+    yield _counter(
+        "skipped_updates", "Steps that left the weights as they were: no finite gradient.", totals.skipped_updates
+    )
     yield _counter("learner_busy_seconds", "Seconds the learner trained.", totals.busy_s)
     yield _counter("learner_wait_seconds", "Seconds the learner waited for groups.", totals.wait_s)
 

@@ -126,6 +126,7 @@ class _RunCollector(Collector):
             totals.tokens_generated = max(totals.tokens_generated, record.tokens_generated)
             totals.tokens_trained += record.tokens
             totals.failed_samples += record.failed_samples
+            totals.skipped_updates += record.skipped_updates
             totals.busy_s += record.train_s
             totals.wait_s += record.wait_s
             pairs = itertools.zip_longest(totals.lag_counts, record.lag_histogram, fillvalue=0)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from counterflow.buffer.codec import encode
 from counterflow.buffer.producer import Capacity, Producer
+from counterflow.buffer.store import read_ledger
 from counterflow.buffer.trajectory import Group, Trajectory, VersionSpan
 from counterflow.configs import dump, load_config
 from counterflow.configs.schema import RunConfig
@@ -297,12 +298,35 @@ def test_clamped_ratios_are_told(start, server, origin, tiny_model):
 
 
 def test_a_gradient_that_is_not_finite_names_what_was_measured(start, server, origin, tiny_model):
-    learner = start(configured(tiny_model))
+    learner = start(configured(tiny_model, learner={"max_skipped_steps": 0}))
     offer(server, origin, batches_of(1))
     with torch.no_grad():
         next(learner._policy.model.parameters())[:] = math.nan
     with pytest.raises(RunFailed, match=r"step 1 is not finite \(loss nan.*lower learner.lr if"):
         learner.step()
+
+
+def test_a_gradient_that_is_not_finite_changes_weights_or_stops_the_run(start, server, origin, tiny_model):
+    learner = start(configured(tiny_model, learner={"max_skipped_steps": 2}))
+    offer(server, origin, batches_of(5))
+    assert learner.step().record.skipped_updates == 0
+    weight = next(learner._policy.model.parameters())
+    sound = weight.detach().clone()
+    others = [p.detach().clone() for p in learner._policy.model.parameters()][1:]
+    with torch.no_grad():
+        weight[:] = math.nan
+    for _ in range(2):
+        result = learner.step()
+        assert result.record.skipped_updates == 1 and not math.isfinite(result.record.grad_norm)
+        assert any("the step is skipped, its groups are used up" in note for note in result.notes)
+    assert all(torch.equal(a, b) for a, b in zip(list(learner._policy.model.parameters())[1:], others, strict=True))
+    with torch.no_grad():
+        weight[:] = sound
+    assert learner.step().record.policy_version == 4
+    with torch.no_grad():
+        weight[:] = math.nan
+    assert learner.step().record.skipped_updates == 1, "skips are counted in a row"
+    assert read_ledger(server, origin.run_id).trained == 20
 
 
 def test_scaled_learning_rate_reaches_the_step(start, server, origin, tiny_model):
