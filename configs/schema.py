@@ -365,6 +365,9 @@ class LearnerSection(Section):
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's moment decays.")
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this; `inf` does not clip.")
+    max_restarts: int = Field(
+        3, ge=0, description="How often, in a run, a learner that died is begun again, and the actors with it."
+    )
     max_skipped_steps: int = Field(
         3,
         ge=0,
@@ -374,6 +377,15 @@ class LearnerSection(Section):
     microbatch_tokens: int = Field(
         16_384, ge=1, description="Most padded tokens in one forward; a group is never split."
     )
+
+
+class CheckpointSection(Section):
+    """What a resumed run goes on from. Steps taken after it are taken again, on the archived groups."""
+
+    every: int = Field(
+        25, ge=0, description="Steps between two checkpoints; 0 makes none, so that resuming takes all steps again."
+    )
+    keep: int = Field(2, ge=1, description="How many checkpoints stay: the newest ones.")
 
 
 class WeightSyncSection(Section):
@@ -456,6 +468,9 @@ class RunConfig(Section):
     buffer: BufferSection = Field(default_factory=BufferSection, description="The stream of trajectories.")
     objective: ObjectiveSection = Field(default_factory=ObjectiveSection, description="What the learner maximises.")
     learner: LearnerSection = Field(default_factory=LearnerSection, description="The optimizer and its process.")
+    checkpoint: CheckpointSection = Field(
+        default_factory=CheckpointSection, description="What a resumed run goes on from."
+    )
     weight_sync: WeightSyncSection = Field(
         default_factory=WeightSyncSection, description="The way of the weights back."
     )

@@ -142,6 +142,11 @@ class Trainer:
         )
         return record, notes
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no step has changed anything yet: then there is no state worth saving."""
+        return not self._optimizer.state
+
     def state(self) -> TrainerState:
         """What `load_state` goes on from. The tensors are the living ones, which the next step changes."""
         tensors = {

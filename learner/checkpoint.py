@@ -1,0 +1,300 @@
+"""Checkpoints: versions of the trainer on the disk, in the folder `checkpoints` of a run, each written whole or not.
+
+Trainer states flow in and out. The tensors lie as torch's distributed checkpoints lie, so that shards of any number of
+ranks may be read by any other; beside them `checkpoint.json` says what they belong to and the checksum of each file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as distributed
+import yaml
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from counterflow.buffer.trajectory import Origin
+from counterflow.configs import dump
+from counterflow.configs.resumable import differing_keys
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import ConfigError, first_line
+from counterflow.learner.trainer import TrainerState
+from counterflow.place import read_json
+from counterflow.records import Ledger
+
+FORMAT = 1
+_MANIFEST = "checkpoint.json"
+_METADATA_NAMES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is of. The prompt cursor is not in it: prompts follow from seed and admission number."""
+
+    format: int
+    version: int
+    run_id: str
+    model_fingerprint: str
+    config: str
+    """The resolved configuration, as YAML."""
+    values: dict[str, float | int]
+    """Of the trainer's state."""
+    ledger: dict[str, Any]
+    """Where every group was when the version was saved."""
+    files: dict[str, tuple[int, int]]
+    """Bytes and CRC-32 of each file."""
+
+
+class CheckpointWriter:
+    """Saves checkpoints in the background, one at a time, and keeps the newest ones.
+
+    Args:
+        folder: where they lie; made if absent. What a killed process left half-written there is removed.
+        keep: how many stay.
+        tell: takes what the run's owner should know, a sentence at a time, from any thread.
+    """
+
+    def __init__(
+        self, folder: Path, origin: Origin, config: RunConfig, keep: int, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._folder, self._origin, self._config = folder, origin, dump(config)
+        self._keep, self._tell = keep, tell
+        self._thread: threading.Thread | None = None
+        for left in folder.glob(".*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def save(self, state: TrainerState, ledger: Ledger) -> bool:
+        """Copy the state out of the optimizer's way and begin to write it; False while another is being written."""
+        version = int(state.values["version"])
+        if self._thread is not None and self._thread.is_alive():
+            self._tell(
+                f"version {version} got no checkpoint, since that of an earlier one is still being written: raise "
+                "checkpoint.every"
+            )
+            return False
+        copied = _copy(state.tensors)
+        manifest = Manifest(
+            format=FORMAT,
+            version=version,
+            run_id=self._origin.run_id,
+            model_fingerprint=self._origin.model_fingerprint,
+            config=self._config,
+            values=state.values,
+            ledger=asdict(ledger),
+            files={},
+        )
+        self._thread = threading.Thread(
+            target=self._save, args=(copied, manifest), name=f"checkpoint {version}", daemon=True
+        )
+        self._thread.start()
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for what is being written; False when it is not done in time."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    def _save(self, tensors: dict[str, Any], manifest: Manifest) -> None:
+        temporary = self._folder / f".{manifest.version:08d}.tmp"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _write(temporary, tensors, manifest)
+            final = checkpoint_path(self._folder, manifest.version)
+            if final.exists():
+                _remove(final)
+            temporary.rename(final)
+            _sync(self._folder)
+            for old in versions(self._folder)[: -self._keep]:
+                _remove(checkpoint_path(self._folder, old))
+        except (CheckpointException, OSError, RuntimeError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            kept = versions(self._folder) if self._folder.is_dir() else []
+            self._tell(
+                f"version {manifest.version} got no checkpoint ({_cause(error)}): see that the disk of {self._folder} "
+                f"has room and lets this user write; {f'that of version {kept[-1]} stays' if kept else 'none is there'}"
+            )
+
+
+def versions(folder: Path) -> list[int]:
+    """The versions that have a whole checkpoint in this folder, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if re.fullmatch(r"\d{8,}", path.name))
+
+
+def chosen_version(folder: Path, asked: int | None) -> int:
+    """The version to begin with: the one asked for, else that of the newest checkpoint, else 0, the model itself.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
+    there = versions(folder)
+    if asked is None:
+        return there[-1] if there else 0
+    if asked and asked not in there:
+        listed = ", ".join(map(str, [0, *there]))
+        raise ConfigError(f"--checkpoint {asked}: {folder} has none of that version: choose one of {listed}")
+    return asked
+
+
+def checkpoint_path(folder: Path, version: int) -> Path:
+    """Where the checkpoint of a version lies."""
+    return folder / f"{version:08d}"
+
+
+def read_manifest(path: Path, origin: Origin, config: RunConfig) -> Manifest:
+    """What a checkpoint is of, if it is one of this run.
+
+    Raises:
+        ConfigError: it is of another model, run, configuration or format, or damaged.
+    """
+    manifest = read_json(path / _MANIFEST, Manifest, _mend(path))
+    if manifest is None:
+        raise ConfigError(f"{path} is no checkpoint (no {_MANIFEST} there): {_mend(path)}")
+    if manifest.format != FORMAT:
+        raise ConfigError(f"{path} is a checkpoint of another version of Counterflow (format {manifest.format})")
+    for name in ("model_fingerprint", "run_id"):
+        there, ours = getattr(manifest, name), getattr(origin, name)
+        if there != ours:
+            raise ConfigError(
+                f"{path} is of another {name.partition('_')[0]}: its {name} is {there!r}, ours is {ours!r}"
+            )
+    if keys := differing_keys(yaml.safe_load(manifest.config), yaml.safe_load(dump(config))):
+        raise ConfigError(f"{path} was made under another configuration, which differs in {', '.join(keys)}")
+    return manifest
+
+
+def load_checkpoint(path: Path, manifest: Manifest, state: TrainerState) -> TrainerState:
+    """The state that was saved, read into the tensors of `state`, which say what is expected.
+
+    Raises:
+        ConfigError: a file is missing, cut short or damaged, or of another shape; nothing was read then.
+    """
+    for name, (size, checksum) in manifest.files.items():
+        try:
+            there = (path / name).stat().st_size
+            if there != size:
+                raise ConfigError(f"{path / name} has {there:,} of {size:,} bytes: {_mend(path)}")
+            if _checksum(path / name) != checksum:
+                raise ConfigError(f"{path / name} is damaged (its checksum does not fit): {_mend(path)}")
+        except OSError as error:
+            raise ConfigError(f"{path / name} cannot be read ({error.strerror or error}): {_mend(path)}") from error
+    tensors = dict(state.tensors)
+    try:
+        with warnings.catch_warnings():
+            # That no process group is there is what `no_dist` says.
+            warnings.simplefilter("ignore", UserWarning)
+            distributed.load(tensors, storage_reader=_Reader(path), no_dist=True)
+    except (CheckpointException, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{path} does not fit the model ({_cause(error)}): {_mend(path)}") from error
+    return TrainerState(tensors, manifest.values)
+
+
+def _mend(path: Path) -> str:
+    others = ", ".join(str(v) for v in versions(path.parent) if checkpoint_path(path.parent, v) != path)
+    return (
+        "restore it from a copy, or resume with --checkpoint VERSION"
+        f" ({f'there are {others}, and 0' if others else '0'}, the model itself): from an older one the archive is "
+        "trained again"
+    )
+
+
+def _write(folder: Path, tensors: dict[str, Any], manifest: Manifest) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    distributed.save(tensors, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=True)
+    files = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(folder.iterdir())}
+    with (folder / _MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump({**asdict(manifest), "files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint so that a half-removed one is never taken for one."""
+    gone = path.with_name(f".{path.name}.old.tmp")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _copy(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _copy(value) if isinstance(value, Mapping) else value.detach().to("cpu", copy=True)
+        for name, value in tensors.items()
+    }
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            found = zlib.crc32(chunk, found)
+    return found
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong on the first rank."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    reason = error.strerror if isinstance(error, OSError) else None
+    return reason or first_line(error)
+
+
+class _Reader(FileSystemReader):
+    """Reads a checkpoint without letting its metadata, a pickle, name anything but what metadata consists of."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _METADATA_NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
+        return super().find_class(module, name)
