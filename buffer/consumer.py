@@ -37,6 +37,7 @@ class Consumer:
             itself forgets are an error then.
         tell: takes what the run's owner should know, a sentence at a time.
         on_stale: takes every group that is dropped as stale.
+        version: the version to go on as, where the archive is empty and neither it nor the server knows of all before.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Consumer:
         reading: Reading | None = None,
         tell: Callable[[str], None] = lambda _: None,
         on_stale: Callable[[Group], None] = lambda _: None,
+        version: int | None = None,
     ) -> None:
         self._address, self._client, self._archive = address, connect(address), archive
         self._origin, self._keys = origin, Keys.of(origin.run_id)
@@ -69,7 +71,12 @@ class Consumer:
         self.version = standing.version
         if archive is not None:
             self.version = 0 if archive.last_version is None else archive.last_version + 1
-        self._repeat_steps(standing.version)
+        if version is not None:
+            self.version = version
+            for lost in range(standing.version, version):
+                self._commit_step(lost + 1, [], recovering=True)
+        else:
+            self._repeat_steps(standing.version)
         if server_before not in ("", self._server):
             self._release_leases(0)
 
@@ -130,6 +137,10 @@ class Consumer:
         self._known -= numbers
         self._taken -= numbers
         self._lost -= numbers
+
+    def release_leases(self) -> None:
+        """Give out again at once what is being generated: for when no actor lives."""
+        self._release_leases(0)
 
     def ledger(self) -> Ledger:
         """Where every group of the run is now."""
@@ -259,7 +270,8 @@ class Consumer:
         if version > self.version or (version < self.version and self._archive is None):
             raise BufferUnavailable(
                 f"the buffer at {self._address.shown} is at version {version} of run {self._origin.run_id}, its "
-                f"archive at {self.version}: give the run its own server and its own folder"
+                f"archive at {self.version}: give the run its own server and its own folder; where the end of its "
+                "archive was lost, resume with --lose-branch"
             )
         repeated: set[int] = set()
         if version < self.version and self._archive is not None:

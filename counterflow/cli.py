@@ -31,14 +31,37 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", h
 
 
 @app.command()
-def run(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Run CONFIG to its last step and write the report."""
+def run(
+    config: Annotated[
+        str | None, typer.Argument(metavar="CONFIG", help="YAML file, as configs/quickstart.yaml; none with --resume.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")] = None,
+    checkpoint: Annotated[
+        int | None, typer.Option(metavar="VERSION", help="The checkpoint to resume from; 0 is the model itself.")
+    ] = None,
+    lose_branch: Annotated[
+        bool, typer.Option("--lose-branch", help="Resume though steps are missing from the archive: give them up.")
+    ] = False,
+) -> None:
+    """Run CONFIG to its last step and write the report; or go on with a run that ended before its last step."""
     from counterflow.configs import load_config
 
-    loaded = load_config(config, overrides or [])
-    from counterflow.system import run as run_system
+    if resume is None:
+        if config is None or checkpoint is not None or lose_branch:
+            raise ConfigError("give a CONFIG to run, or a run folder to --resume; the other options are for resuming")
+        loaded = load_config(Path(config), overrides or [])
+        from counterflow.system import run as run_system
 
-    report = run_system(loaded)
+        report = run_system(loaded)
+    else:
+        from counterflow.resume import resumed_config, resumption
+
+        loaded = resumed_config(resume, [*([config] if config else []), *(overrides or [])])
+        how = resumption(resume, checkpoint, lose_branch)
+        from counterflow.system import run as run_system
+
+        report = run_system(loaded, how)
     typer.echo(f"report: {report}")
 
 

@@ -80,7 +80,10 @@ def find(folder: Path) -> Finding:
                 continue
             groups += len(step.groups)
             tokens += sum(len(batch.column("response_token_ids").flatten()) for batch in step.groups)
-    complaints = list(_complaints(read, groups, tokens, buffer.uses))
+    complaints = list(_complaints(read))
+    if not (folder / "branches.json").exists():
+        # Of a lost branch, groups were trained that no archive holds.
+        complaints += _disagreements(read, groups, tokens, buffer.uses)
     return Finding(read, source, groups, tokens, uncommitted, complaints)
 
 
@@ -150,11 +153,14 @@ def _ask_left_behind(data: Path, run_id: str) -> Ledger:
         raise BufferUnavailable(f"{data} cannot be read ({_short(error)}): restore it from a copy") from error.__cause__
 
 
-def _complaints(ledger: Ledger, archived_groups: int, archived_tokens: int, uses: int) -> Iterator[str]:
+def _complaints(ledger: Ledger) -> Iterator[str]:
     if ledger.missing_groups:
         yield f"{ledger.missing_groups} groups were generated and are nowhere"
     if ledger.missing_tokens:
         yield f"{ledger.missing_tokens} tokens were generated and are nowhere"
+
+
+def _disagreements(ledger: Ledger, archived_groups: int, archived_tokens: int, uses: int) -> Iterator[str]:
     # Each use of a group is archived, while a group counts as trained with its last.
     fewest, most = ledger.trained * uses, (ledger.trained + ledger.buffered + ledger.in_flight) * uses
     if uses > 1 and not fewest <= archived_groups <= most:

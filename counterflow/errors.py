@@ -11,6 +11,7 @@ CounterflowError
 ├── OutputError          what a command prints or writes finds no room or no way (exit code 1)
 └── RunFailed            a part of the run died; says which and why (exit code 1)
     └── ProcessDied          one of its processes ended, or an engine below it
+        └── LearnerDied          the learner's process ended
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "CounterflowError",
     "DeadlineExceeded",
     "EntryError",
+    "LearnerDied",
     "OutputError",
     "PlacementError",
     "ProcessDied",
@@ -97,6 +99,10 @@ class RunFailed(CounterflowError):
 
 class ProcessDied(RunFailed):
     """A process of the run ended, or one below it, that another may replace."""
+
+
+class LearnerDied(ProcessDied):
+    """The learner's process ended; the run may go on from what it left on the disk."""
 
 
 def first_line(error: BaseException) -> str:

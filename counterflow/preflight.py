@@ -48,8 +48,11 @@ def resolve(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"context_length": longest})})
 
 
-def check(config: RunConfig) -> tuple[Origin, TaskSet, list[str]]:
+def check(config: RunConfig, run_id: str | None = None) -> tuple[Origin, TaskSet, list[str]]:
     """See that the run can start; returns its origin, its prompts and warnings worth printing.
+
+    Args:
+        run_id: of the run that is resumed in its folder; None: a new run.
 
     Raises:
         ConfigError: the configuration, or a file it names, cannot be used.
@@ -57,7 +60,7 @@ def check(config: RunConfig) -> tuple[Origin, TaskSet, list[str]]:
     """
     folder = run_folder(config)
     with _naming_run_folder(config):
-        if folder.exists() and not config.run.overwrite:
+        if folder.exists() and not config.run.overwrite and run_id is None:
             raise FileExistsError
         _refuse_living(folder)
     if config.run.ray_address == "local":
@@ -76,7 +79,7 @@ def check(config: RunConfig) -> tuple[Origin, TaskSet, list[str]]:
     warnings = check_objective(config).warnings + _warnings(config, task)
     if config.buffer.url:
         warnings += check_server(Address(config.buffer.url, config.buffer.connect_timeout_s))
-    return _origin(config), task, warnings
+    return origin_of(config, run_id), task, warnings
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -97,6 +100,22 @@ def make_run_folder(config: RunConfig) -> Path:
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    return folder
+
+
+def reopen_run_folder(config: RunConfig) -> Path:
+    """The folder of a run that is resumed: with its configuration as it is now, and no word of how it ended before.
+
+    Raises:
+        ConfigError: it cannot be written, or its run is going on.
+    """
+    folder = run_folder(config)
+    with _naming_run_folder(config):
+        _refuse_living(folder)
+        temporary = folder / ".config.yaml.tmp"
+        temporary.write_text(dump(config), encoding="utf-8")
+        temporary.replace(folder / "config.yaml")
+        (folder / "summary.json").unlink(missing_ok=True)
     return folder
 
 
@@ -192,9 +211,10 @@ def _longest_context(model_config: Any) -> int | None:
     return positions
 
 
-def _origin(config: RunConfig) -> Origin:
+def origin_of(config: RunConfig, run_id: str | None = None) -> Origin:
+    """What the groups of a run share; `run_id` is a new one where none is given."""
     return Origin(
-        run_id=f"{config.run.name}-{secrets.token_hex(4)}",
+        run_id=run_id or f"{config.run.name}-{secrets.token_hex(4)}",
         model_fingerprint=_fingerprint(
             config.model.path, ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
         ),

@@ -53,11 +53,11 @@ class RunRecords:
 
 
 class Recorder:
-    """Keeps the records of a run and writes them into its folder at `flush`."""
+    """Keeps the records of a run, those that its folder has included, and writes them there at `flush`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.records = RunRecords([], [], [])
+        self.records = read_run(folder)
         self._written: dict[str, tuple[int, object]] = {}
         self._latest: dict[tuple[str, str], int] = {}
 

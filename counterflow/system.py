@@ -25,15 +25,22 @@ from counterflow.cluster import Cluster, as_failure, bundles, call, connect
 from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
 from counterflow.drops import DropWatch
-from counterflow.errors import BufferUnavailable
+from counterflow.errors import (
+    BufferUnavailable,
+    LearnerDied,
+    RunFailed,
+    first_line,
+)
 from counterflow.fleet import Fleet
 from counterflow.learner.learner import Learner, StepResult
 from counterflow.learner.objective_choice import check_objective
+from counterflow.learner_life import catch_up, named
 from counterflow.metrics import Metrics
 from counterflow.place import Place, write_place
 from counterflow.port import WEIGHTS, LearnerPort
 from counterflow.processes import descendants, shared_memory, terminate_like_interrupt
 from counterflow.records import Ledger
+from counterflow.resume import Resumption, check_resumable
 from counterflow.telemetry import Telemetry
 from counterflow.weight_sync.delivery import Delivery
 from counterflow.weight_sync.transports import BROADCASTS, settle
@@ -44,8 +51,11 @@ _ANSWER_TIMEOUT_S = 60.0
 _FAREWELL_S = 1.0
 
 
-def run(config: RunConfig) -> Path:
-    """Run to the end; returns the report's path.
+def run(config: RunConfig, resumption: Resumption | None = None) -> Path:
+    """Run to the end; returns the report's path. A learner that dies is begun again, with all that hangs on it.
+
+    Args:
+        resumption: how a run is resumed that its folder holds already; None: it is a new one.
 
     Raises:
         ConfigError, UnavailableError: before anything of the run was made.
@@ -53,7 +63,9 @@ def run(config: RunConfig) -> Path:
         KeyboardInterrupt: interrupted; all processes have ended and the run folder is readable.
     """
     config = preflight.resolve(config)
-    origin, task, warnings = preflight.check(config)
+    origin, task, warnings = preflight.check(config, resumption.run_id if resumption else None)
+    if resumption:
+        check_resumable(preflight.run_folder(config), config, origin, resumption)
     with ExitStack() as stack:
         stack.enter_context(terminate_like_interrupt())
         if config.buffer.url:
@@ -65,15 +77,26 @@ def run(config: RunConfig) -> Path:
         display.note(f"starting Ray; metrics at {metrics.url}")
         telemetry: Telemetry | None = None
         try:
-            with connect(config) as cluster, terminate_like_interrupt():
-                folder = preflight.make_run_folder(config)
-                stack.enter_context(preflight.holding(folder))
-                telemetry = Telemetry(config, folder, metrics, display)
-                for line in check_objective(config).lines:
-                    telemetry.note(line)
-                for warning in warnings:
-                    telemetry.note(f"warning: {warning}")
-                asyncio.run(Run(config, origin, task, folder, telemetry).supervise(cluster))
+            for restart in itertools.count(1):
+                with connect(config) as cluster, terminate_like_interrupt():
+                    if telemetry is None:
+                        folder = (preflight.reopen_run_folder if resumption else preflight.make_run_folder)(config)
+                        stack.enter_context(preflight.holding(folder))
+                        telemetry = Telemetry(config, folder, metrics, display)
+                        for line in [*check_objective(config).lines, *(f"warning: {warning}" for warning in warnings)]:
+                            telemetry.note(line)
+                    try:
+                        asyncio.run(Run(config, origin, task, folder, telemetry, resumption).supervise(cluster))
+                        break
+                    except LearnerDied as error:
+                        if restart > config.learner.max_restarts:
+                            raise RunFailed(f"{error}, after {restart - 1} restarts (learner.max_restarts)") from error
+                        telemetry.event("learner_lost", restart=restart, error=first_line(error))
+                        telemetry.note(
+                            f"{first_line(error)}: the run goes on from its newest checkpoint (restart {restart} of "
+                            f"{config.learner.max_restarts})"
+                        )
+                        resumption = None
         except (KeyboardInterrupt, Exception) as error:
             # What the run died of matters more than a report that cannot be written.
             with suppress(Exception):
@@ -82,15 +105,24 @@ def run(config: RunConfig) -> Path:
                 elif telemetry is not None:
                     telemetry.note(f"failed; report: {telemetry.finish('failed', str(error))}")
             raise
+        assert telemetry is not None
         return telemetry.finish("completed", None)
 
 
 class Run:
     """One run: its processes and its records."""
 
-    def __init__(self, config: RunConfig, origin: Origin, task: TaskSet, folder: Path, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        origin: Origin,
+        task: TaskSet,
+        folder: Path,
+        telemetry: Telemetry,
+        resumption: Resumption | None = None,
+    ) -> None:
         self.config, self.origin, self.task, self.folder = config, origin, task, folder
-        self.telemetry = telemetry
+        self.telemetry, self.resumption = telemetry, resumption
         self.server: EmbeddedServer | None = None
         self.delivery: Delivery
         self.fleet: Fleet
@@ -117,7 +149,7 @@ class Run:
             try:
                 await self._live(address)
             except* Exception as group:
-                raise as_failure(group) from None
+                raise await named(self.learner, as_failure(group)) from None
             finally:
                 await self._farewell(address)
 
@@ -134,7 +166,8 @@ class Run:
         config = settle(self.config, one_host=len(set(hosts)) == 1, learner_host=hosts[0])
         places = bundles(config)
         common = (config, address, self.origin, self.telemetry.started_at)
-        learner = (0, self.folder.resolve(), *common, cluster.cores(0))
+        asked = (self.resumption.checkpoint, self.resumption.lose_branch) if self.resumption else ()
+        learner = (0, self.folder.resolve(), *common, cluster.cores(0), *asked)
         self.learner = cluster.spawn(Learner, places[0], *learner, beside=WEIGHTS)
 
         def actor(i: int) -> Any:
@@ -148,32 +181,47 @@ class Run:
 
     async def _live(self, address: Address) -> None:
         """Start, then train under watch until the last step is taken."""
-        await self._start()
+        version = await self._start()
         async with asyncio.TaskGroup() as tasks:
             watches = [
                 tasks.create_task(self._watch(address)),
                 tasks.create_task(self._keep_server_alive()),
             ]
-            await self._train(tasks)
+            await self._train(tasks, version)
             await asyncio.to_thread(finish, address, self.origin.run_id)
             for watch in watches:
                 watch.cancel()
         self.telemetry.actors(await self.fleet.states())
 
-    async def _start(self) -> None:
+    async def _start(self) -> int:
+        """Start learner and actors; returns the version that they go on from, which every actor serves then."""
         self.telemetry.note(f"starting the learner and {self.config.actors.count} actor(s): vLLM takes a while")
         layout = await call(
             self.learner.layout.remote(), "the learner to load its model", self.config.run.start_timeout_s
         )
+        standing = await catch_up(self.learner, self.config, self.telemetry)
+        if standing.lost is not None:
+            await self._checkpoint(standing.version)
+        if standing.version:
+            await self.delivery.publish()
+            await self.delivery.arrived()
         await self.fleet.start(layout, self.delivery)
+        return standing.version
 
-    async def _train(self, tasks: asyncio.TaskGroup) -> None:
+    async def _checkpoint(self, version: int) -> None:
+        # A checkpoint holds no version that the records on the disk do not have.
+        self.telemetry.flush()
+        reason = f"the learner to copy version {version} for its checkpoint"
+        await call(self.learner.checkpoint.remote(), reason, self.config.run.step_timeout_s)
+
+    async def _train(self, tasks: asyncio.TaskGroup, version: int) -> None:
         """The run itself: evaluate, then step, publish and now and then evaluate, then evaluate again."""
         run, every, delivery = self.config.run, self.config.evaluation.every, self.delivery
-        await self.checks.evaluate(0)
-        await self.checks.compare(0)
+        if not self.telemetry.evaluations:
+            await self.checks.evaluate(version)
+        await self.checks.compare(version)
         await self.fleet.begin()
-        for step in range(1, run.steps + 1):
+        for step in range(version + 1, run.steps + 1):
             result: StepResult = await call(
                 self.learner.step.remote(), f"step {step} of the learner", run.step_timeout_s + _ANSWER_TIMEOUT_S
             )
@@ -181,6 +229,8 @@ class Run:
             self.telemetry.step(result.record, served=delivery.served, skipped=delivery.skipped)
             self.telemetry.intervals(result.intervals)
             self.telemetry.remarks(result.notes)
+            if self.config.checkpoint.every and step % self.config.checkpoint.every == 0:
+                await self._checkpoint(step)
             await self.checks.compare(step)
             if every and step % every == 0 and step < run.steps:
                 await self._evaluate_beside(step, tasks)
@@ -188,7 +238,8 @@ class Run:
             await self._evaluating
         await delivery.arrived()
         await self.checks.evaluate(run.steps)
-        await call(self.learner.save.remote(self.folder / "model"), "the learner to save", run.step_timeout_s)
+        saving = self.learner.save.remote(self.folder / "model")
+        self.telemetry.remarks(await call(saving, "the learner to save", run.step_timeout_s))
 
     async def _evaluate_beside(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Evaluate while training goes on; an evaluation that is still running is waited for first."""

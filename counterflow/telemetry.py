@@ -36,8 +36,10 @@ class Telemetry:
         self._ledger: Ledger | None = None
         self._was_full = False
         self._remarked: set[str] = set()
-        self.started_at = time.time()
-        """Unix time, the zero of all times reported."""
+        records = self._recorder.records
+        times_s = [step.time_s for step in records.steps] + [evaluation.time_s for evaluation in records.evaluations]
+        self.started_at = time.time() - max(times_s, default=0.0)
+        """Unix time, the zero of all times reported; a resumed run's goes on where its records end."""
         self.last_error: str | None = None
         """Why the last group failed that did."""
 
@@ -49,6 +51,11 @@ class Telemetry:
     def steps(self) -> int:
         """Optimizer steps told of so far."""
         return len(self._recorder.records.steps)
+
+    @property
+    def evaluations(self) -> int:
+        """Evaluations told of so far."""
+        return len(self._recorder.records.evaluations)
 
     def note(self, text: str) -> None:
         """A line for the user."""
@@ -85,6 +92,12 @@ class Telemetry:
             lag_max=record.lag_max,
             versions_skipped=skipped,
         )
+
+    def again(self, record: StepRecord, *, served: int) -> None:
+        """A step that was taken again; it is told of where the one who took it first had no time to."""
+        steps = self._recorder.records.steps
+        if not steps or record.step > steps[-1].step:
+            self.step(record, served=served, skipped=0)
 
     def remarks(self, texts: Iterable[str]) -> None:
         """What the learner says of its steps: all of it for the log, each kind once for the user."""

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as distributed
 import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from counterflow.buffer.trajectory import Origin
 from counterflow.configs import dump
@@ -216,7 +217,7 @@ def load_checkpoint(path: Path, manifest: Manifest, state: TrainerState) -> Trai
         with warnings.catch_warnings():
             # That no process group is there is what `no_dist` says.
             warnings.simplefilter("ignore", UserWarning)
-            distributed.load(tensors, storage_reader=_Reader(path), no_dist=True)
+            load(tensors, storage_reader=_Reader(path), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise ConfigError(f"{path} does not fit the model ({_cause(error)}): {_mend(path)}") from error
     return TrainerState(tensors, manifest.values)
@@ -233,7 +234,7 @@ def _mend(path: Path) -> str:
 
 def _write(folder: Path, tensors: dict[str, Any], manifest: Manifest) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    distributed.save(tensors, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=True)
+    save(tensors, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=True)
     files = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(folder.iterdir())}
     with (folder / _MANIFEST).open("w", encoding="utf-8") as file:
         json.dump({**asdict(manifest), "files": files}, file, indent=1)

@@ -149,7 +149,7 @@ class Trainer:
 
     def state(self) -> TrainerState:
         """What `load_state` goes on from. The tensors are the living ones, which the next step changes."""
-        tensors = {
+        tensors: dict[str, Any] = {
             "model": get_model_state_dict(self.policy.model),
             "optimizer": get_optimizer_state_dict(self.policy.model, self._optimizer)["state"],
             "random": {"cpu": torch.get_rng_state()},

@@ -32,7 +32,7 @@ def test_death_of_a_process_hangs_the_run(
     start: Start, tiny_model: Path, tmp_path: Path, victim: str, words: str
 ) -> None:
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
-    process = start(tmp_path, config, "run.steps=5000", "actors.max_restarts=0")
+    process = start(tmp_path, config, "run.steps=5000", "actors.max_restarts=0", "learner.max_restarts=0")
     wait_for(process, r"^step (?!1/)")
     children = family(process)
     (target,) = [child for child in children if victim in command_line(child)]

@@ -1,0 +1,131 @@
+"""kill -9 of a run at random moments, then `--resume`: nothing lost or trained twice, and the weights are the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest_runs import Start, command_line, family, shared_memory, wait_for, write_inputs
+from safetensors.torch import load_file
+
+from counterflow.buffer.archive import read_steps
+from counterflow.cli_ledger import find
+from counterflow.configs import load_config
+from counterflow.learner.replay import replay
+from counterflow.learner.trainer import Trainer
+
+PER_STEP = 4
+
+
+def learner_of(process: subprocess.Popen[str]) -> psutil.Process | None:
+    """The learner's process, which Ray names after its class and what it does."""
+    with suppress(psutil.NoSuchProcess):
+        return next((child for child in family(process) if "::Learner" in command_line(child)), None)
+    return None
+
+
+def resume(start: Start, folder: Path, *options: str) -> subprocess.Popen[str]:
+    return start(folder, Path("--resume"), str(folder / "runs" / "run"), *options)
+
+
+def check(run: Path, steps: int) -> None:
+    """Every group once and in order, the ledger closed, one record a step; and weights as of a life without deaths."""
+    archived = list(read_steps(run / "archive"))
+    assert [step.learner_version for step in archived] == list(range(steps))
+    trained = [batch.column("admission")[0].as_py() for step in archived for batch in step.groups]
+    assert trained == list(range(steps * PER_STEP))
+    found = find(run)
+    assert found.complaints == [] and found.ledger.trained == steps * PER_STEP
+    assert found.ledger.closes and found.ledger.buffered == found.ledger.in_flight == 0
+    assert pq.read_table(run / "metrics.parquet").column("step").to_pylist() == list(range(1, steps + 1))
+    trainer = Trainer(load_config(run / "config.yaml"))
+    assert len(list(replay(trainer, run / "archive", None, float("inf")))) == steps
+    saved = load_file(run / "model" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in trainer.policy.model.named_parameters())
+
+
+@pytest.mark.parametrize("max_lag", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed_run_loses_or_repeats_groups(start: Start, tiny_model: Path, tmp_path: Path, max_lag: int) -> None:
+    """First the learner, which is begun again by itself; then, while steps are taken, the whole run."""
+    config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
+    options = ("run.steps=24", f"admission.max_lag={max_lag}", "checkpoint.every=5", "evaluation.every=0")
+    process = start(tmp_path, config, *options)
+    wait_for(process, r"^step (?!1/)")
+    learner = learner_of(process)
+    assert learner is not None
+    learner.kill()
+    said = wait_for(process, r"going on from version")
+    assert "the run goes on from its newest checkpoint (restart 1 of 3)" in said
+    wait_for(process, r"^step ([6-9]|1\d)/")
+    time.sleep(random.Random(max_lag).uniform(0, 0.5))
+    process.kill()
+    process.communicate(timeout=30)
+    resumed = resume(start, tmp_path)
+    output, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, output
+    assert "going on from version" in output and "the checkpoint of version" in output
+    check(tmp_path / "runs" / "run", 24)
+    assert shared_memory() == set()
+    again = resume(start, tmp_path)
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 2 and "the run is complete, with 24 steps: raise run.steps to go on" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_deaths_lose_or_repeat_groups(start: Start, tiny_model: Path, tmp_path: Path) -> None:
+    """The learner or the whole run, at twelve moments that follow from a seed, starts and checkpoints included."""
+    moments, steps = random.Random(7), 400
+    config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
+    options = (f"run.steps={steps}", "checkpoint.every=1", "evaluation.every=0", "learner.max_restarts=100")
+    process, deaths = start(tmp_path, config, *options), []
+    wait_for(process, r"^step \d")
+    while len(deaths) < 12:
+        # Output that nobody reads would stop the run.
+        pause_s = moments.choice([moments.uniform(0, 8), moments.uniform(8, 60)])
+        with suppress(subprocess.TimeoutExpired):
+            output, _ = process.communicate(timeout=pause_s)
+            pytest.fail(f"the run ended by itself after {deaths}:\n{output}")
+        learner = learner_of(process)
+        if learner is not None and moments.random() < 0.5:
+            deaths.append("learner")
+            learner.kill()
+            continue
+        deaths.append("run")
+        process.kill()
+        process.communicate(timeout=60)
+        process = resume(start, tmp_path)
+    print(deaths)
+    output, _ = process.communicate(timeout=1200)
+    assert process.returncode == 0, output
+    check(tmp_path / "runs" / "run", steps)
+    events = [json.loads(line) for line in (tmp_path / "runs" / "run" / "events.jsonl").read_text().splitlines()]
+    assert {"run", "learner"} == set(deaths) and any(event["event"] == "learner_lost" for event in events)
+
+
+def test_resumed_run_may_become_another(start: Start, tiny_model: Path, tmp_path: Path) -> None:
+    """What is refused is refused before anything starts."""
+    write_inputs(tmp_path, tiny_model, ["7"] * 4)
+    run = tmp_path / "runs" / "run"
+
+    def refused(*options: str) -> str:
+        process = resume(start, tmp_path, *options)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 2, output
+        return output
+
+    assert "is no run folder" in refused()
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text((tmp_path / "config.yaml").read_text())
+    assert "ended before it began to generate" in refused()
+    assert "override learner.lr, run.seed: a resumed run trains as it did before" in refused(
+        "learner.lr=1", "run.seed=3"
+    )
