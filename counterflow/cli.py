@@ -1,4 +1,4 @@
-"""The command line: `counterflow run | audit | inspect | ledger | config | model | report`.
+"""The command line: `counterflow run | replay | audit | inspect | ledger | config | model | report`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input with nothing started, 130 interrupted.
 """
@@ -15,6 +15,7 @@ import typer
 from counterflow.cli_audit import audit
 from counterflow.cli_inspect import inspect
 from counterflow.cli_ledger import ledger
+from counterflow.cli_replay import replay
 from counterflow.errors import ConfigError, CounterflowError, UnavailableError
 from counterflow.output import checked_output, give_up_unwritten
 from counterflow.place import check_run_folder
@@ -65,6 +66,7 @@ def run(
     typer.echo(f"report: {report}")
 
 
+app.command()(replay)
 app.command()(audit)
 app.command()(inspect)
 app.command()(ledger)
