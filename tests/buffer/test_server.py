@@ -148,3 +148,15 @@ def test_server_leaves_its_socket_or_guard_behind(tmp_path: Path) -> None:
         assert set(psutil.Process().children(recursive=True)) > before
     assert not socket.parent.exists()
     wait_until(lambda: set(psutil.Process().children(recursive=True)) == before)
+
+
+def test_two_servers_write_one_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("counterflow.buffer.server._ENDING_S", 0.0)
+    with EmbeddedServer(tmp_path, timeout_s=20) as first:
+        second = EmbeddedServer(tmp_path, timeout_s=0.2)
+        with pytest.raises(BufferUnavailable, match="another server holds these data.*end the run that it belongs to"):
+            second.__enter__()
+        with connect(first.address) as client:
+            assert client.ping()
+    with EmbeddedServer(tmp_path, timeout_s=20) as third, connect(third.address) as client:
+        assert client.ping()
