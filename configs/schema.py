@@ -317,7 +317,17 @@ class LearnerSection(Section):
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this; `inf` does not clip.")
     microbatch_tokens: int = Field(
-        16_384, ge=1, description="Most padded tokens in one forward; a group is never split."
+        16_384,
+        ge=1,
+        description="Most tokens in one forward, without packing those of padding too; a group is never split.",
+    )
+    packing: bool = Field(
+        True,
+        description="Put short responses into one row where they fit, without attention between them; false pads each "
+        "to the longest of its microbatch.",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Keep the inputs of the model's layers only and compute the rest again in backward."
     )
 
 

@@ -23,14 +23,15 @@ from counterflow.buffer.shelf import Entry
 from counterflow.buffer.trajectory import Group, Origin
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import RunFailed
-from counterflow.learner.batch import Microbatch, lags_of, microbatches, scored
+from counterflow.learner.batch import Microbatch, lags_of, microbatches
 from counterflow.learner.canary import measure
 from counterflow.learner.objective.diagnostics import diagnose, remarks
 from counterflow.learner.objective.loss import normalizer, policy_loss, token_weights
 from counterflow.learner.objective.ratios import learning_rate_scale
 from counterflow.learner.objective.types import Diagnostics, PolicyBatch, concatenate
 from counterflow.learner.objective_choice import needs_reference, next_beta, objective_spec
-from counterflow.learner.policy import Policy, load_model
+from counterflow.learner.packing import scored
+from counterflow.learner.policy import Policy, load_model, packing_of
 from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
 from counterflow.weight_sync.canary import Gap
@@ -78,6 +79,7 @@ class Learner:
         device = torch.device("cuda" if config.learner.gpus else "cpu")
         model = load_model(config, device)
         reference = load_model(config, device).requires_grad_(False) if needs_reference(config) else None
+        self._packing = packing_of(config, model)
         self._policy = Policy(
             model, reference, config.sampling.temperature, getattr(torch, config.learner.dtype), device
         )
@@ -147,7 +149,7 @@ class Learner:
     def compare(self, groups: Sequence[Group]) -> Gap:
         """How far an engine's log-probs of these groups are from the current policy's."""
         tokens = self._config.learner.microbatch_tokens
-        return measure(self._policy, groups, self._consumer.version, tokens, self._pad_token_id)
+        return measure(self._policy, groups, self._consumer.version, tokens, self._pad_token_id, self._packing)
 
     def save(self, folder: Path) -> None:
         """Write the current policy, with its tokenizer, as a Hugging Face folder."""
@@ -168,7 +170,7 @@ class Learner:
     def _train(self, entries: Sequence[Entry]) -> StepRecord:
         groups = [entry.group for entry in entries]
         lags = self._lags(entries)
-        batches = microbatches(groups, self._config.learner.microbatch_tokens, self._pad_token_id)
+        batches = microbatches(groups, self._config.learner.microbatch_tokens, self._pad_token_id, self._packing)
         sequences = sum(len(batch.rewards) for batch in batches)
         tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
         scale = normalizer(self._spec.reduction, sequences, tokens, self._length_constant)
