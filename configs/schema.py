@@ -306,8 +306,15 @@ class ObjectiveSection(Section):
 class LearnerSection(Section):
     """The optimizer and its process."""
 
-    cpus: int = Field(1, ge=1, description="CPU cores of the learner.")
-    gpus: int = Field(0, ge=0, le=1, description="GPUs of the learner.")
+    ranks: int = Field(1, ge=1, description="Processes that share the learner's work, with the gradient of one.")
+    backend: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"] = Field(
+        "fsdp2",
+        description="How several ranks do it: `ddp` keeps the whole model on each, `fsdp2` a part of its weights, "
+        "gradients and optimizer. `zero1`, `zero2`, `zero3`: DeepSpeed spreads the optimizer, gradients too, weights "
+        "too.",
+    )
+    cpus: int = Field(1, ge=1, description="CPU cores of each rank.")
+    gpus: int = Field(0, ge=0, le=1, description="GPUs of each rank.")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Precision of forward and backward; master weights are float32."
     )
@@ -316,6 +323,11 @@ class LearnerSection(Section):
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's moment decays.")
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this; `inf` does not clip.")
+    updates_per_batch: int = Field(
+        1,
+        ge=1,
+        description="Optimizer steps on each batch, every one on a part of its groups; together they make one version.",
+    )
     microbatch_tokens: int = Field(
         16_384,
         ge=1,
@@ -424,6 +436,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"buffer.capacity_groups={capacity} is below admission.groups_per_step={needed}, so that no step could "
                 f"ever be filled: raise the first to {needed} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def groups_for_updates(self) -> Self:
+        updates, groups = self.learner.updates_per_batch, self.admission.groups_per_step
+        if updates > groups:
+            raise ValueError(
+                f"learner.updates_per_batch={updates} is above admission.groups_per_step={groups}, and no group is "
+                f"split: lower the first to {groups} or less"
             )
         return self
 

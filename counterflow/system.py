@@ -29,6 +29,7 @@ from counterflow.errors import BufferUnavailable
 from counterflow.fleet import Fleet
 from counterflow.learner.learner import Learner, StepResult
 from counterflow.learner.objective_choice import check_objective
+from counterflow.learner.ranks import Follower
 from counterflow.metrics import Metrics
 from counterflow.place import Place, write_place
 from counterflow.port import WEIGHTS, LearnerPort
@@ -131,7 +132,13 @@ class Run:
         config = settle(self.config, one_host=len(set(hosts)) == 1, learner_host=hosts[0])
         places = bundles(config)
         common = (config, address, self.origin, self.telemetry.started_at)
-        learner = (0, self.folder.resolve(), *common, cluster.cores(0))
+
+        def follower(rank: int) -> Any:
+            place = config.actors.count + rank
+            return cluster.spawn(Follower, places[place], place, config, rank, cluster.cores(place))
+
+        followers = [follower(rank) for rank in range(1, config.learner.ranks)]
+        learner = (0, self.folder.resolve(), *common, cluster.cores(0), followers)
         self.learner = cluster.spawn(Learner, places[0], *learner, beside=WEIGHTS)
 
         def actor(i: int) -> Any:

@@ -1,14 +1,16 @@
 """The learner: takes batches of groups from the buffer, makes one policy version after the other, stages them for sync.
 
-One torch process. Groups flow in through a `Consumer`; step records, and weights in shared memory, flow out.
+Rank 0 of one or several. Groups flow in through a `Consumer`; step records, and weights in shared memory, flow out.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +25,15 @@ from counterflow.buffer.shelf import Entry
 from counterflow.buffer.trajectory import Group, Origin
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import RunFailed
-from counterflow.learner.batch import Microbatch, lags_of, microbatches
-from counterflow.learner.canary import measure
+from counterflow.learner.batch import lags_of, loss_mask
 from counterflow.learner.objective.diagnostics import diagnose, remarks
-from counterflow.learner.objective.loss import normalizer, policy_loss, token_weights
+from counterflow.learner.objective.loss import normalizer, token_weights
 from counterflow.learner.objective.ratios import learning_rate_scale
 from counterflow.learner.objective.types import Diagnostics, PolicyBatch, concatenate
-from counterflow.learner.objective_choice import needs_reference, next_beta, objective_spec
+from counterflow.learner.objective_choice import next_beta, objective_spec
 from counterflow.learner.packing import scored
-from counterflow.learner.policy import Policy, load_model, packing_of
+from counterflow.learner.plan import plan
+from counterflow.learner.ranks import Ranks, own_host
 from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
 from counterflow.weight_sync.canary import Gap
@@ -52,6 +54,18 @@ class StepResult:
     """What the run's owner should know."""
 
 
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one optimizer step did; a step of the learner makes one or several."""
+
+    batch: PolicyBatch
+    loss: float
+    entropy: float
+    """Sum over the trained tokens."""
+    norm: float
+    learning_rate: float
+
+
 class Learner:
     """The policy, its optimizer and the buffer's consumer.
 
@@ -59,6 +73,7 @@ class Learner:
         folder: the run folder, where consumed groups are archived.
         cores: CPU cores to stay on; None leaves the choice to the system.
         started_at: Unix time of the run's start, the zero of all times reported.
+        followers: Ray actors of the other ranks (`Follower`).
     """
 
     def __init__(
@@ -69,26 +84,15 @@ class Learner:
         origin: Origin,
         started_at: float,
         cores: Sequence[int] | None,
+        followers: Sequence[Any] = (),
     ) -> None:
         if cores:
             pin(cores)
-        if not config.learner.gpus:
-            torch.set_num_threads(config.learner.cpus)
-        torch.manual_seed(config.run.seed)
         self._config, self._started_at = config, started_at
-        device = torch.device("cuda" if config.learner.gpus else "cpu")
-        model = load_model(config, device)
-        reference = load_model(config, device).requires_grad_(False) if needs_reference(config) else None
-        self._packing = packing_of(config, model)
-        self._policy = Policy(
-            model, reference, config.sampling.temperature, getattr(torch, config.learner.dtype), device
-        )
-        self._device = device
-        self._pad_token_id = int(model.config.pad_token_id or 0)  # type: ignore[union-attr, arg-type]
         learner = config.learner
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
-        )
+        self._ranks = Ranks(config, followers, own_host() if followers else "127.0.0.1")
+        self._policy, self._optimizer = self._ranks.own.policy, self._ranks.own.backend.optimizer
+        self._trained: list[int] = []
         warmup = max(learner.warmup_steps, 1)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda s: min((s + 1) / warmup, 1.0))
         self._spec = objective_spec(config)
@@ -97,7 +101,7 @@ class Learner:
         self._notes: list[str] = []
         self._consumer = Consumer(address, origin, archive, _reading(config), self._notes.append)
         dtype = getattr(torch, config.actors.dtype)
-        self._publisher = open_publisher(config, lay_out(named_weights(model), dtype), folder)
+        self._publisher = open_publisher(config, lay_out(named_weights(self._policy.model), dtype), folder)
 
     def layout(self) -> Layout:
         """What a version consists of, for actors."""
@@ -105,7 +109,7 @@ class Learner:
 
     def stage(self, slot: int) -> StagedVersion:
         """Copy the current weights into `slot`, out of the way of the next step."""
-        return self._publisher.stage(self._consumer.version, slot, named_weights(self._policy.model))
+        return self._publisher.stage(self._consumer.version, slot, self._ranks.weights())
 
     def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
         """Make a staged version ready for these actors. May run beside a step, as `send` may."""
@@ -116,7 +120,7 @@ class Learner:
         return self._publisher.send(staged)
 
     def step(self) -> StepResult:
-        """Wait for a batch, take one optimizer step on it, commit both together.
+        """Wait for a batch, take one optimizer step on it, or several, commit both together.
 
         Raises:
             DeadlineExceeded: the batch is not complete within `run.step_timeout_s`.
@@ -148,13 +152,13 @@ class Learner:
 
     def compare(self, groups: Sequence[Group]) -> Gap:
         """How far an engine's log-probs of these groups are from the current policy's."""
-        tokens = self._config.learner.microbatch_tokens
-        return measure(self._policy, groups, self._consumer.version, tokens, self._pad_token_id, self._packing)
+        return self._ranks.compare(groups, self._consumer.version)
 
     def save(self, folder: Path) -> None:
         """Write the current policy, with its tokenizer, as a Hugging Face folder."""
         model = self._config.model
-        self._policy.model.save_pretrained(folder)  # type: ignore[operator]
+        weights = dict(self._ranks.weights()) if self._config.learner.ranks > 1 else None
+        self._policy.model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
         AutoTokenizer.from_pretrained(
             model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
         ).save_pretrained(folder)
@@ -163,72 +167,52 @@ class Learner:
         """Remove the staged weights and leave the buffer."""
         self._publisher.close()
         self._consumer.close()
+        self._ranks.close()
 
     def _now(self) -> float:
         return time.time() - self._started_at
 
     def _train(self, entries: Sequence[Entry]) -> StepRecord:
+        learner = self._config.learner
         groups = [entry.group for entry in entries]
-        lags = self._lags(entries)
-        batches = microbatches(groups, self._config.learner.microbatch_tokens, self._pad_token_id, self._packing)
-        sequences = sum(len(batch.rewards) for batch in batches)
-        tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
-        scale = normalizer(self._spec.reduction, sequences, tokens, self._length_constant)
-        self._optimizer.zero_grad(set_to_none=True)
-        done: list[PolicyBatch] = []
-        loss_sum, entropy_sum = 0.0, 0.0
-        for batch in batches:
-            policy_batch, entropies = self._policy_batch(batch)
-            loss = policy_loss(policy_batch, self._spec, scale)
-            loss.backward()  # type: ignore[no-untyped-call]
-            done.append(policy_batch)
-            loss_sum += float(loss.detach())
-            entropy_sum += float(entropies[policy_batch.loss_mask].sum())
-        whole = concatenate(done)
+        updates = plan(
+            groups, learner.updates_per_batch, learner.ranks, learner.microbatch_tokens, self._ranks.own.packing
+        )
+        lags = self._lags([entries[index] for update in updates for index in update.order])
+        admissions = [group.admission for group in groups]
+        self._ranks.begin(updates, again=admissions == self._trained, needs_proximal=self._spec.needs_proximal)
+        self._trained = admissions
+        done = [self._update(index, [groups[i] for i in update.order]) for index, update in enumerate(updates)]
+        self._schedule.step()
+        whole = concatenate([update.batch for update in done])
         measured = diagnose(whole, self._spec)
         self._notes += [f"step {self._consumer.version + 1}: {remark}" for remark in remarks(measured, self._spec)]
-        learning_rate = float(self._schedule.get_last_lr()[0])
-        if self._config.objective.importance.scale_learning_rate:
-            learning_rate *= learning_rate_scale(whole)
-            for parameters in self._optimizer.param_groups:
-                parameters["lr"] = learning_rate
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.model.parameters(), self._config.learner.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise RunFailed(
-                f"the gradient of step {self._consumer.version + 1} is not finite (loss {loss_sum:g}, KL(mu||pi) "
-                f"{measured.kl_behavior_k3:g} a token): lower learner.lr if that KL rose from step to step; if it did "
-                "not, the model itself overflows or holds numbers that are not finite"
-            )
-        self._optimizer.step()
-        self._schedule.step()
-        weights = token_weights(whole, self._spec)[whole.loss_mask].double().cpu().numpy()
-        record = self._record(groups, lags, weights, measured, loss_sum, entropy_sum, float(norm), learning_rate)
+        weights = token_weights(whole, self._spec)[whole.loss_mask].double().numpy()
+        record = self._record(groups, lags, weights, measured, done)
         beta = next_beta(self._config.objective.kl, self._spec.beta, self._consumer.version + 1, measured.kl_reference)
         self._spec = replace(self._spec, beta=beta)
         return record
 
-    def _policy_batch(self, batch: Microbatch) -> tuple[PolicyBatch, torch.Tensor]:
-        reference: torch.Tensor | None
-        divergences = None
-        if self._spec.needs_divergence:
-            found, reference = self._policy.statistics(batch)
-            logprobs, entropies, divergences = found.logprobs, found.entropies.detach(), found.divergences
-        else:
-            logprobs, entropies = self._policy.logprobs(batch)
-            reference = self._policy.reference_logprobs(batch)
-        policy_batch = PolicyBatch(
-            logprobs=logprobs,
-            behavior_logprobs=batch.behavior_logprobs.to(self._device),
-            reference_logprobs=reference,
-            # A batch is trained by one optimizer step, so pi is still the policy of the step's start: no forward.
-            proximal_logprobs=logprobs.detach() if self._spec.needs_proximal else None,
-            loss_mask=batch.loss_mask.to(self._device),
-            sequence=batch.sequence.to(self._device),
-            rewards=batch.rewards.to(self._device),
-            group=batch.group.to(self._device),
-            reference_divergence=divergences,
-        )
-        return policy_batch, entropies
+    def _update(self, index: int, groups: Sequence[Group]) -> UpdateResult:
+        """One optimizer step, on these groups."""
+        trained = [t for group in groups for t in scored(group)]
+        tokens = sum(int(loss_mask(t).sum()) for t in trained)
+        scale = normalizer(self._spec.reduction, len(trained), tokens, self._length_constant)
+        parts = self._ranks.accumulate(index, self._spec, scale)
+        batch = concatenate([part.batch for part in parts if part.batch is not None])
+        loss = sum(part.loss for part in parts)
+        learning_rate = float(self._schedule.get_last_lr()[0])
+        if self._config.objective.importance.scale_learning_rate:
+            learning_rate *= learning_rate_scale(batch)
+        norm = self._ranks.apply(learning_rate)
+        if not math.isfinite(norm):
+            measured = diagnose(batch, self._spec)
+            raise RunFailed(
+                f"the gradient of step {self._consumer.version + 1} is not finite (loss {loss:g}, KL(mu||pi) "
+                f"{measured.kl_behavior_k3:g} a token): lower learner.lr if that KL rose from step to step; if it did "
+                "not, the model itself overflows or holds numbers that are not finite"
+            )
+        return UpdateResult(batch, loss, sum(part.entropy for part in parts), norm, learning_rate)
 
     def _lags(self, entries: Sequence[Entry]) -> TokenLags:
         version, max_lag = self._consumer.version, self._config.admission.max_lag
@@ -243,10 +227,7 @@ class Learner:
         lags: TokenLags,
         weights: npt.NDArray[np.float64],
         measured: Diagnostics,
-        loss: float,
-        entropy: float,
-        norm: float,
-        rate: float,
+        updates: Sequence[UpdateResult],
     ) -> StepRecord:
         trained = [t for group in groups for t in scored(group)]
         tokens = len(lags.total)
@@ -276,10 +257,10 @@ class Learner:
             ess_sequence=measured.ess_sequence,
             chi2=measured.chi2,
             truncated_weights=measured.truncated_weights,
-            entropy=entropy / max(tokens, 1),
-            grad_norm=norm,
-            learning_rate=rate,
-            loss=loss,
+            entropy=sum(update.entropy for update in updates) / max(tokens, 1),
+            grad_norm=float(np.mean([update.norm for update in updates])),
+            learning_rate=updates[-1].learning_rate,
+            loss=float(np.mean([update.loss for update in updates])),
             zero_signal_groups=measured.zero_signal_groups,
             truncated_responses=float(np.mean([t.finish_reason == "length" for t in trained])),
             failed_samples=sum(len(g.trajectories) for g in groups) - len(trained),

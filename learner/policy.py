@@ -130,6 +130,10 @@ class Scorer(torch.nn.Module):
         chosen = output.last_hidden_state.flatten(0, 1)[batch.predictors.to(self._device)]
         return Projection(chosen, self.model.get_output_embeddings())  # type: ignore[operator]
 
+    def states(self, batch: Microbatch) -> Projection:
+        """`project`, called from outside a forward: data-parallel wrappers take it for one."""
+        return self.project(batch)
+
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, self._precision, enabled=self._precision == torch.bfloat16)
 
@@ -170,7 +174,7 @@ class Policy:
     def frozen_projection(self, batch: Microbatch) -> tuple[Projection, Tensor]:
         """The reference's states at the batch's tokens with its head, and its log-probs: float32 [tokens]."""
         assert self.frozen is not None
-        last = self.frozen.project(batch)
+        last = self.frozen.states(batch)
         return last, self.frozen.score(last, batch, self.temperature).logprobs
 
     def statistics(self, batch: Microbatch) -> tuple[TokenStatistics, Tensor]:
