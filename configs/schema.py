@@ -348,8 +348,15 @@ class ObjectiveSection(Section):
 class LearnerSection(Section):
     """The optimizer and its process."""
 
-    cpus: int = Field(1, ge=1, description="CPU cores of the learner.")
-    gpus: int = Field(0, ge=0, le=1, description="GPUs of the learner.")
+    ranks: int = Field(1, ge=1, description="Processes that share the learner's work, with the gradient of one.")
+    backend: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"] = Field(
+        "fsdp2",
+        description="How several ranks do it: `ddp` keeps the whole model on each, `fsdp2` a part of its weights, "
+        "gradients and optimizer. `zero1`, `zero2`, `zero3`: DeepSpeed spreads the optimizer, gradients too, weights "
+        "too.",
+    )
+    cpus: int = Field(1, ge=1, description="CPU cores of each rank.")
+    gpus: int = Field(0, ge=0, le=1, description="GPUs of each rank.")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Precision of forward and backward; master weights are float32."
     )
@@ -374,8 +381,23 @@ class LearnerSection(Section):
         description="A step whose gradient is not finite changes nothing and uses up its groups; after so many in "
         "a row the run stops.",
     )
+    updates_per_batch: int = Field(
+        1,
+        ge=1,
+        description="Optimizer steps on each batch, every one on a part of its groups; together they make one version.",
+    )
     microbatch_tokens: int = Field(
-        16_384, ge=1, description="Most padded tokens in one forward; a group is never split."
+        16_384,
+        ge=1,
+        description="Most tokens in one forward, without packing those of padding too; a group is never split.",
+    )
+    packing: bool = Field(
+        True,
+        description="Put short responses into one row where they fit, without attention between them; false pads each "
+        "to the longest of its microbatch.",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Keep the inputs of the model's layers only and compute the rest again in backward."
     )
 
 
@@ -488,6 +510,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def groups_for_updates(self) -> Self:
+        updates, groups = self.learner.updates_per_batch, self.admission.groups_per_step
+        if updates > groups:
+            raise ValueError(
+                f"learner.updates_per_batch={updates} is above admission.groups_per_step={groups}, and no group is "
+                f"split: lower the first to {groups} or less"
+            )
+        return self
+
+    @model_validator(mode="after")
     def room_for_uses(self) -> Self:
         if self.buffer.uses > 1 and self.buffer.order != "admission":
             raise ValueError(
@@ -534,6 +566,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"learner.warmup_steps={learner.warmup_steps} leaves learner.schedule={learner.schedule} no step to "
                 f"fall in, which ends at step {last}: warm up for fewer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def checkpoints_that_can_be_made(self) -> Self:
+        learner, every = self.learner, self.checkpoint.every
+        if learner.ranks > 1 and learner.backend.startswith("zero") and every:
+            raise ValueError(
+                f"checkpoint.every={every} with learner.backend={learner.backend} over several ranks: its state cannot "
+                "be saved for another number of ranks; set checkpoint.every=0 or learner.backend=fsdp2"
             )
         return self
 

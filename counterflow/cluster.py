@@ -61,11 +61,12 @@ def process_environment(cpus: int, gpus: int) -> dict[str, str]:
 
 
 def bundles(config: RunConfig) -> list[Bundle]:
-    """The learner first, then the actors."""
-    actor = config.actors
+    """The learner first, then the actors, then the learner's other ranks."""
+    actor, learner = config.actors, config.learner
     return [
-        Bundle("learner", config.learner.cpus, config.learner.gpus),
+        Bundle("learner", learner.cpus, learner.gpus),
         *(Bundle(f"actor {i}", actor.cpus, actor.gpus) for i in range(actor.count)),
+        *(Bundle(f"learner rank {i}", learner.cpus, learner.gpus) for i in range(1, learner.ranks)),
     ]
 
 
@@ -83,7 +84,8 @@ def check_room(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> None:
             placed = ", ".join(map(str, wanted[:index])) or "nothing"
             raise PlacementError(
                 f"no room for bundle {index}, {bundle}: there are {cpus:g} CPUs and {gpus:g} GPUs on {len(nodes)} "
-                f"node(s), taken by {placed}; lower actors.count, actors.cpus or learner.cpus, or add nodes"
+                f"node(s), taken by {placed}; lower actors.count, actors.cpus, learner.ranks or learner.cpus, or add "
+                "nodes"
             )
         # What needs no GPU goes where there are fewest.
         fit = min(fits, key=lambda i: free[i].gpus)

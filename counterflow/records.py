@@ -75,7 +75,7 @@ class StepRecord:
     stale_tokens: list[int] = field(default_factory=list)
     """By bucket of prompt length: what the staleness policy touched, or dropped since the step before."""
     skipped_updates: int = 0
-    """1 where the gradient was not finite and the weights stayed as they were."""
+    """Optimizer steps whose gradient was not finite, which left the weights as they were."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from counterflow.errors import (
 from counterflow.fleet import Fleet
 from counterflow.learner.learner import Learner, StepResult
 from counterflow.learner.objective_choice import check_objective
+from counterflow.learner.ranks import Follower
 from counterflow.learner_life import catch_up, named
 from counterflow.metrics import Metrics
 from counterflow.place import Place, write_place
@@ -167,7 +168,13 @@ class Run:
         places = bundles(config)
         common = (config, address, self.origin, self.telemetry.started_at)
         asked = (self.resumption.checkpoint, self.resumption.lose_branch) if self.resumption else ()
-        learner = (0, self.folder.resolve(), *common, cluster.cores(0), *asked)
+
+        def follower(rank: int) -> Any:
+            place = config.actors.count + rank
+            return cluster.spawn(Follower, places[place], place, config, rank, cluster.cores(place))
+
+        followers = [follower(rank) for rank in range(1, config.learner.ranks)]
+        learner = (0, self.folder.resolve(), *common, cluster.cores(0), followers, *asked)
         self.learner = cluster.spawn(Learner, places[0], *learner, beside=WEIGHTS)
 
         def actor(i: int) -> Any:

@@ -1,4 +1,4 @@
-"""From groups to tensors: microbatches of whole groups, right-padded, with the place of every response token.
+"""From groups to tensors: microbatches of whole groups, packed or padded, with the place of every response token.
 
 Groups flow in from the buffer, `Microbatch`es flow out to the policy, the lag of what they train to the record.
 Knows numpy and torch, not the objective.
@@ -8,25 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from counterflow.buffer.shelf import Entry
 from counterflow.buffer.trajectory import BoolArray, Group, Trajectory
+from counterflow.learner.packing import Packing, lengths_of, place, scored, split
 from counterflow.learner.staleness import Shares
 from counterflow.weight_sync.lag import TokenLags, group_lags, trained_lags
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Whole groups, one row a sequence. [tokens] are the response tokens of all rows, in row order."""
+    """Whole groups. [tokens] are the response tokens of all sequences, in the order of the groups."""
 
     input_ids: Tensor
-    """int64 [sequences, length]: prompt and response, padded on the right."""
+    """int64 [rows, length]: prompts and responses, padded on the right."""
+    position_ids: Tensor | None
+    """int64 [rows, length]: place within the sequence, from 0 at each one's start, which is how transformers tells
+    sequences of a row apart. None where every row holds one."""
     predictors: Tensor
-    """int64 [tokens]: flat index into [sequences x length] of the position that predicts each response token."""
+    """int64 [tokens]: flat index into [rows x length] of the position that predicts each response token."""
     targets: Tensor
     """int64 [tokens]: the response tokens."""
     behavior_logprobs: Tensor
@@ -34,16 +40,11 @@ class Microbatch:
     loss_mask: Tensor
     """bool [tokens]: whether the token is trained."""
     sequence: Tensor
-    """int64 [tokens]: row of each token."""
+    """int64 [tokens]: index of each token's sequence."""
     rewards: Tensor
     """float32 [sequences]."""
     group: Tensor
     """int64 [sequences]: admission number."""
-
-
-def scored(group: Group) -> list[Trajectory]:
-    """The trajectories of a group whose reward did not fail."""
-    return [t for t in group.trajectories if t.reward is not None]
 
 
 def loss_mask(trajectory: Trajectory) -> BoolArray:
@@ -73,42 +74,45 @@ def lags_of(entries: Sequence[Entry], learner_version: int, shares: Shares, *, r
     return trained_lags(groups, np.concatenate(masks) & (shares > 0))
 
 
-def microbatches(groups: Sequence[Group], max_tokens: int, pad_token_id: int) -> list[Microbatch]:
-    """Pack groups, in order, into microbatches of at most `max_tokens` padded tokens; a larger group stands alone."""
-    result: list[Microbatch] = []
-    pending: list[Group] = []
-    rows, longest = 0, 0
-    for group in groups:
-        kept = scored(group)
-        length = max((len(group.prompt_token_ids) + len(t.response_token_ids) for t in kept), default=0)
-        if rows and (rows + len(kept)) * max(longest, length) > max_tokens:
-            result.append(_collate(pending, pad_token_id))
-            pending, rows, longest = [], 0, 0
-        pending.append(group)
-        rows, longest = rows + len(kept), max(longest, length)
-    if rows:
-        result.append(_collate(pending, pad_token_id))
-    return result
+def microbatches(
+    groups: Sequence[Group], max_tokens: int, pad_token_id: int, packing: Packing = Packing.PADDED
+) -> list[Microbatch]:
+    """Groups, in order, as microbatches of at most `max_tokens` tokens (see `split`); a larger group stands alone."""
+    return [collate(part, pad_token_id, packing) for part in split(groups, max_tokens, packing)]
 
 
-def _collate(groups: Sequence[Group], pad_token_id: int) -> Microbatch:
+def collate(groups: Sequence[Group], pad_token_id: int, packing: Packing) -> Microbatch:
+    """One microbatch of these groups. Of none: a single token of padding and nothing to train."""
     rows = [(group, trajectory) for group in groups for trajectory in scored(group)]
-    length = max(len(g.prompt_token_ids) + len(t.response_token_ids) for g, t in rows)
-    input_ids = np.full((len(rows), length), pad_token_id, np.int64)
-    predictors = []
-    for row, (group, trajectory) in enumerate(rows):
+    lengths = [length for group in groups for length in lengths_of(group)] or [1]
+    places = place(lengths, packing)
+    height = 1 + max(row for row, _ in places)
+    width = max(start + length for (_, start), length in zip(places, lengths, strict=True))
+    input_ids = np.full((height, width), pad_token_id, np.int64)
+    # Padding goes on counting: a part of the last sequence of its row, whose tokens never see it.
+    position_ids = np.tile(np.arange(width), (height, 1))
+    for row, start in sorted(places):
+        position_ids[row, start:] = np.arange(width - start)
+    predictors = [np.zeros(0, np.int64)]
+    for (row, start), (group, trajectory) in zip(places, rows, strict=False):
         prompt, response = len(group.prompt_token_ids), len(trajectory.response_token_ids)
-        input_ids[row, :prompt] = group.prompt_token_ids
-        input_ids[row, prompt : prompt + response] = trajectory.response_token_ids
-        predictors.append(np.arange(prompt - 1, prompt + response - 1) + row * length)
-    counts = [len(t.response_token_ids) for _, t in rows]
+        input_ids[row, start : start + prompt] = group.prompt_token_ids
+        input_ids[row, start + prompt : start + prompt + response] = trajectory.response_token_ids
+        predictors.append(np.arange(prompt - 1, prompt + response - 1) + row * width + start)
+    kept = [t for _, t in rows]
+    counts = [len(t.response_token_ids) for t in kept]
     return Microbatch(
         input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids) if len(places) > height else None,
         predictors=torch.from_numpy(np.concatenate(predictors)),
-        targets=torch.from_numpy(np.concatenate([t.response_token_ids for _, t in rows]).astype(np.int64)),
-        behavior_logprobs=torch.from_numpy(np.concatenate([t.behavior_logprobs for _, t in rows])),
-        loss_mask=torch.from_numpy(np.concatenate([loss_mask(t) for _, t in rows])),
+        targets=torch.from_numpy(_joined([t.response_token_ids for t in kept], np.int64)),
+        behavior_logprobs=torch.from_numpy(_joined([t.behavior_logprobs for t in kept], np.float32)),
+        loss_mask=torch.from_numpy(_joined([loss_mask(t) for t in kept], np.bool_)),
         sequence=torch.from_numpy(np.repeat(np.arange(len(rows)), counts)),
-        rewards=torch.tensor([t.reward for _, t in rows], dtype=torch.float32),
+        rewards=torch.tensor([t.reward for t in kept], dtype=torch.float32),
         group=torch.tensor([g.admission for g, _ in rows], dtype=torch.int64),
     )
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)

@@ -9,12 +9,20 @@ import torch
 
 from counterflow.buffer.trajectory import Group
 from counterflow.learner.batch import microbatches
+from counterflow.learner.packing import Packing
 from counterflow.learner.policy import Policy
 from counterflow.weight_sync.canary import Gap
 
 
 @torch.no_grad()
-def measure(policy: Policy, groups: Sequence[Group], version: int, tokens: int, pad_token_id: int) -> Gap:
+def measure(
+    policy: Policy,
+    groups: Sequence[Group],
+    version: int,
+    tokens: int,
+    pad_token_id: int,
+    packing: Packing = Packing.PADDED,
+) -> Gap:
     """The gap over all response tokens of these groups.
 
     Args:
@@ -31,10 +39,9 @@ def measure(policy: Policy, groups: Sequence[Group], version: int, tokens: int, 
     ]
     if not same:
         raise ValueError(f"no response of version {version} is among the canaries")
-    untempered = policy.at_temperature(1.0)
     engine, ours, at_1 = [], [], []
-    for batch in microbatches(same, tokens, pad_token_id):
+    for batch in microbatches(same, tokens, pad_token_id, packing):
         engine.append(batch.behavior_logprobs)
         ours.append(policy.logprobs(batch)[0].cpu())
-        at_1.append(ours[-1] if untempered is policy else untempered.logprobs(batch)[0].cpu())
+        at_1.append(ours[-1] if policy.temperature == 1 else policy.logprobs(batch, 1.0)[0].cpu())
     return Gap.between(*(torch.cat(parts).float().numpy() for parts in (engine, ours, at_1)))

@@ -1,6 +1,6 @@
 """The learner: takes batches of groups from the buffer, makes one policy version after the other, stages them for sync.
 
-One torch process. Groups flow in through a `Consumer`; step records, and weights in shared memory, flow out.
+Rank 0 of one or several. Groups flow in through a `Consumer`; step records, and weights in shared memory, flow out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,6 @@ from counterflow.buffer.store import read_ledger
 from counterflow.buffer.trajectory import Group, Origin
 from counterflow.configs.schema import RunConfig
 from counterflow.learner import branch
-from counterflow.learner.canary import measure
 from counterflow.learner.checkpoint import (
     CheckpointWriter,
     checkpoint_path,
@@ -31,8 +31,8 @@ from counterflow.learner.checkpoint import (
     read_manifest,
 )
 from counterflow.learner.replay import entries_of
-from counterflow.learner.trainer import Trainer, rule_of
-from counterflow.learner.verdict import Account, account_of_dropped
+from counterflow.learner.trainer import Trainer
+from counterflow.learner.verdict import Account, account_of_dropped, rule_of
 from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
 from counterflow.weight_sync.canary import Gap
@@ -74,6 +74,7 @@ class Learner:
         folder: the run folder, where consumed groups are archived.
         cores: CPU cores to stay on; None leaves the choice to the system.
         started_at: Unix time of the run's start, the zero of all times reported.
+        followers: Ray actors of the other ranks (`Follower`).
         checkpoint: version of the checkpoint to begin with, 0 for the model itself; None: the newest.
         lose_branch: give versions up that were made after the checkpoint and cannot be made again.
 
@@ -89,14 +90,14 @@ class Learner:
         origin: Origin,
         started_at: float,
         cores: Sequence[int] | None,
+        followers: Sequence[Any] = (),
         checkpoint: int | None = None,
         lose_branch: bool = False,
     ) -> None:
         if cores:
             pin(cores)
         self._config, self._started_at = config, started_at
-        self._trainer = Trainer(config)
-        self._policy = self._trainer.policy
+        self._trainer = Trainer(config, followers)
         self._notes: list[str] = []
         self._dropped: list[Account] = []
         self._checkpoints = CheckpointWriter(
@@ -118,7 +119,7 @@ class Learner:
         self._behind = _steps(folder / (lost.archive if lost else "archive"), begun_with, reached.version)
         self._standing = Standing(self._consumer.version, begun_with, lost)
         dtype = getattr(torch, config.actors.dtype)
-        self._publisher = open_publisher(config, lay_out(named_weights(self._policy.model), dtype), folder)
+        self._publisher = open_publisher(config, lay_out(named_weights(self._trainer.policy.model), dtype), folder)
 
     def layout(self) -> Layout:
         """What a version consists of, for actors."""
@@ -126,7 +127,7 @@ class Learner:
 
     def stage(self, slot: int) -> StagedVersion:
         """Copy the current weights into `slot`, out of the way of the next step."""
-        return self._publisher.stage(self._trainer.version, slot, named_weights(self._policy.model))
+        return self._publisher.stage(self._trainer.version, slot, self._trainer.weights())
 
     def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
         """Make a staged version ready for these actors. May run beside a step, as `send` may."""
@@ -178,8 +179,7 @@ class Learner:
 
     def compare(self, groups: Sequence[Group]) -> Gap:
         """How far an engine's log-probs of these groups are from the current policy's."""
-        tokens = self._config.learner.microbatch_tokens
-        return measure(self._policy, groups, self._trainer.version, tokens, self._trainer.pad_token_id)
+        return self._trainer.compare(groups)
 
     def save(self, folder: Path) -> list[str]:
         """Write the current policy, with its tokenizer, as a Hugging Face folder; and let checkpoints be finished.
@@ -194,6 +194,7 @@ class Learner:
         """Remove the staged weights and leave the buffer."""
         self._publisher.close()
         self._consumer.close()
+        self._trainer.close()
 
     def _now(self) -> float:
         return time.time() - self._started_at

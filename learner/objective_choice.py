@@ -71,8 +71,12 @@ def needs_reference(config: RunConfig) -> bool:
 
 
 def on_policy(config: RunConfig) -> bool:
-    """Whether every token is trained by the version that sampled it."""
-    return config.admission.max_lag == 0 and config.admission.staleness != "downweight"
+    """Whether every token is trained by the very weights that sampled it."""
+    return (
+        config.admission.max_lag == 0
+        and config.admission.staleness != "downweight"
+        and config.learner.updates_per_batch == 1
+    )
 
 
 def judged_spec(config: RunConfig) -> ObjectiveSpec:
@@ -115,7 +119,9 @@ def announce(config: RunConfig) -> Announcement:
     ]
     others = [sampling_caution(sampling.top_p, sampling.top_k, spec), _precision_caution(config)]
     bent = cautions(spec, on_policy(config)) + [caution for caution in others if caution]
-    return Announcement(lines, bent + unread_options(config.objective, needs_reference(config)))
+    return Announcement(
+        lines, bent + unread_options(config.objective, needs_reference(config), config.learner.updates_per_batch)
+    )
 
 
 def _precision_caution(config: RunConfig) -> str | None:

@@ -14,9 +14,13 @@ _CAPPED = ("truncated", "masked", "decoupled_ppo", "topr", "vtrace")
 _LEVELLED = ("importance", "truncated", "masked")
 
 
-def unread_options(objective: ObjectiveSection, has_kl: bool) -> list[str]:
-    """One sentence for each option that was given and has no effect; `has_kl`: beta is above 0 at any step."""
-    readers = _readers(objective, has_kl)
+def unread_options(objective: ObjectiveSection, has_kl: bool, updates: int = 1) -> list[str]:
+    """One sentence for each option that was given and has no effect; `has_kl`: beta is above 0 at any step.
+
+    Args:
+        updates: optimizer steps on each batch.
+    """
+    readers = _readers(objective, has_kl, updates)
     return [
         f"objective.{key}={str(value).lower()} has no effect: it is read only with {readers[key][1]}."
         for key, value in _given(objective)
@@ -24,7 +28,7 @@ def unread_options(objective: ObjectiveSection, has_kl: bool) -> list[str]:
     ]
 
 
-def _readers(objective: ObjectiveSection, has_kl: bool) -> dict[str, tuple[bool, str]]:
+def _readers(objective: ObjectiveSection, has_kl: bool, updates: int) -> dict[str, tuple[bool, str]]:
     """Of each option whether this configuration reads it, and what would."""
     kl, correction = objective.kl, objective.importance.correction
     in_reward, in_loss = (has_kl and kl.placement in (place, "both") for place in ("reward", "loss"))
@@ -34,6 +38,8 @@ def _readers(objective: ObjectiveSection, has_kl: bool) -> dict[str, tuple[bool,
     def corrected(*names: str) -> tuple[bool, str]:
         return correction in names, f"importance.correction {', '.join(names)}"
 
+    # decoupled_ppo clips pi/prox, which is 1 at the first update of a step.
+    clipped = corrected(*_CLIPPED, "decoupled_ppo") if updates > 1 else corrected(*_CLIPPED)
     return {
         "kl.estimator": (has_kl, "a KL term: kl.beta above 0"),
         "kl.placement": (has_kl, "a KL term: kl.beta above 0"),
@@ -53,9 +59,8 @@ def _readers(objective: ObjectiveSection, has_kl: bool) -> dict[str, tuple[bool,
         "importance.level": corrected(*_LEVELLED),
         "importance.cap": corrected(*_CAPPED),
         "importance.floor": corrected("masked"),
-        # decoupled_ppo clips pi/prox, which is 1: a batch is trained by one optimizer step.
-        "importance.clip_low": corrected(*_CLIPPED),
-        "importance.clip_high": corrected(*_CLIPPED),
+        "importance.clip_low": clipped,
+        "importance.clip_high": clipped,
         "importance.trace_cap": corrected("vtrace"),
         "importance.second_moment": corrected("m2po"),
         "importance.divergence": corrected("sequence_mask"),

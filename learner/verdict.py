@@ -11,7 +11,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from counterflow.buffer.trajectory import Group
-from counterflow.learner.batch import loss_mask, scored
+from counterflow.configs.schema import RunConfig
+from counterflow.learner.batch import loss_mask
+from counterflow.learner.packing import scored
 from counterflow.learner.staleness import Rule, Shares, shares
 from counterflow.lengths import added, bucket
 from counterflow.weight_sync.lag import token_lags
@@ -32,6 +34,12 @@ class Account:
 
     def __add__(self, other: Account) -> Account:
         return Account(*(added(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)))
+
+
+def rule_of(config: RunConfig) -> Rule:
+    """The staleness policy of a run."""
+    admission = config.admission
+    return Rule(admission.staleness, admission.max_lag, admission.decay)
 
 
 def judge(groups: Sequence[Group], version: int, rule: Rule, *, mask_truncated: bool) -> tuple[Shares, Account]:

@@ -27,3 +27,28 @@ def make_group(admission: int = 0, samples: int = 2, tokens: int = 3, version: i
         started_at_us=1,
         finished_at_us=2,
     )
+
+
+def uneven_groups(count: int = 6, samples: int = 3, seed: int = 0) -> list[Group]:
+    """Groups of prompts and responses of many lengths, some of one token."""
+    draw = np.random.default_rng(seed)
+
+    def ids(length: int) -> np.ndarray:
+        return draw.integers(3, 16, length).astype(np.int32)
+
+    def trajectory(length: int) -> Trajectory:
+        logprobs = (-2.7 + 0.3 * draw.normal(size=length)).astype(np.float32)
+        return Trajectory(ids(length), logprobs, (VersionSpan(0, 0, length),), float(draw.integers(0, 3)), "stop")
+
+    return [
+        Group(
+            f"group-{n}",
+            n,
+            n,
+            ids(1 + 2 * n),
+            tuple(trajectory(1 + (7 * n + 5 * i) % 19) for i in range(samples)),
+            1,
+            2,
+        )
+        for n in range(count)
+    ]

@@ -188,7 +188,7 @@ def steps(start, server, origin, config, count):
     learner = start(config)
     groups = batches_of(count)
     with torch.no_grad():
-        found = [learner._policy.logprobs(batch)[0] for batch in microbatches(groups, 1 << 20, 0)]
+        found = [learner._trainer.policy.logprobs(batch)[0] for batch in microbatches(groups, 1 << 20, 0)]
     logprobs, at = torch.cat(found).numpy(), 0
     placed = []
     for group in groups:
@@ -240,7 +240,7 @@ def test_two_steps_descend_the_gradient_that_is_written_out_by_hand(
     config = configured(tiny_model, 1e-3, options, kl=kl, length_constant=7)
     learner = start(config)
     generator = torch.Generator().manual_seed(3)
-    model, reference = learner._policy.model, learner._policy.reference
+    model, reference = learner._trainer.policy.model, learner._trainer.policy.reference
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
@@ -301,7 +301,7 @@ def test_a_gradient_that_is_not_finite_names_what_was_measured(start, server, or
     learner = start(configured(tiny_model, learner={"max_skipped_steps": 0}))
     offer(server, origin, batches_of(1))
     with torch.no_grad():
-        next(learner._policy.model.parameters())[:] = math.nan
+        next(learner._trainer.policy.model.parameters())[:] = math.nan
     with pytest.raises(RunFailed, match=r"step 1 is not finite \(loss nan.*lower learner.lr if"):
         learner.step()
 
@@ -310,16 +310,18 @@ def test_a_gradient_that_is_not_finite_changes_weights_or_stops_the_run(start, s
     learner = start(configured(tiny_model, learner={"max_skipped_steps": 2}))
     offer(server, origin, batches_of(5))
     assert learner.step().record.skipped_updates == 0
-    weight = next(learner._policy.model.parameters())
+    weight = next(learner._trainer.policy.model.parameters())
     sound = weight.detach().clone()
-    others = [p.detach().clone() for p in learner._policy.model.parameters()][1:]
+    others = [p.detach().clone() for p in learner._trainer.policy.model.parameters()][1:]
     with torch.no_grad():
         weight[:] = math.nan
     for _ in range(2):
         result = learner.step()
         assert result.record.skipped_updates == 1 and not math.isfinite(result.record.grad_norm)
         assert any("the step is skipped, its groups are used up" in note for note in result.notes)
-    assert all(torch.equal(a, b) for a, b in zip(list(learner._policy.model.parameters())[1:], others, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(list(learner._trainer.policy.model.parameters())[1:], others, strict=True)
+    )
     with torch.no_grad():
         weight[:] = sound
     assert learner.step().record.policy_version == 4

@@ -51,7 +51,7 @@ def all_groups() -> list[Group]:
 
 
 def weights(learner: Learner) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in learner._policy.model.parameters()])
+    return torch.cat([p.detach().flatten() for p in learner._trainer.policy.model.parameters()])
 
 
 @pytest.fixture

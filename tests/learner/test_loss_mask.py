@@ -59,7 +59,7 @@ def step_on(
     learner = Learner(folder, config, server, origin, time.time(), cores=None)
     try:
         record = learner.step().record
-        return record, torch.cat([p.detach().flatten() for p in learner._policy.model.parameters()])
+        return record, torch.cat([p.detach().flatten() for p in learner._trainer.policy.model.parameters()])
     finally:
         learner.close()
 

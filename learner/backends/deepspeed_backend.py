@@ -1,0 +1,111 @@
+"""DeepSpeed: ZeRO 1, 2 and 3, with a torch optimizer, whose own kernels need no compiler.
+
+A policy and an optimizer's settings flow in; the policy is wrapped in place. Nothing imports DeepSpeed but this, when
+a configuration asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterflow.configs.schema import LearnerSection
+from counterflow.errors import ConfigError
+from counterflow.learner.backends.torch_backend import adamw
+from counterflow.learner.batch import Microbatch
+from counterflow.learner.logprobs import Projection
+from counterflow.learner.policy import Policy, Scores
+from counterflow.weight_sync.layout import named_weights
+
+
+class DeepSpeedBackend:
+    """Meets `Backend`, over the ranks of the default process group. The reference stays whole on each.
+
+    Args:
+        stage: what is spread over the ranks: 1 the optimizer, 2 gradients too, 3 weights too.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed.
+    """
+
+    def __init__(self, policy: Policy, learner: LearnerSection, stage: int) -> None:
+        try:
+            import deepspeed
+        except ImportError as error:
+            raise ConfigError(
+                f"learner.backend={learner.backend} needs DeepSpeed, which cannot be imported here ({error}): "
+                "pip install 'counterflow[deepspeed]', or use fsdp2"
+            ) from error
+        self._deepspeed, self.policy, self._stage, self.skips = deepspeed, policy, stage, False
+        self._ranks = dist.get_world_size()
+        self.optimizer: torch.optim.Optimizer = adamw(policy.model, learner)
+        # The rank's own GPU is the only one it sees.
+        os.environ.setdefault("LOCAL_RANK", "0")
+        cuda = policy.device.type == "cuda"
+        deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False)
+        if stage == 3:
+            # The head is used outside its own forward.
+            head = policy.model.get_output_embeddings()  # type: ignore[operator]
+            for parameter in head.parameters():
+                deepspeed.zero.register_external_parameter(policy.scorer, parameter)
+        self._engine, *_ = deepspeed.initialize(
+            model=policy.scorer,
+            optimizer=self.optimizer,
+            dist_init_required=False,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 1,
+                "gradient_clipping": learner.max_grad_norm if learner.max_grad_norm < float("inf") else 0.0,
+                "zero_optimization": {"stage": stage},
+                "zero_force_ds_cpu_optimizer": False,
+            },
+        )
+        self._engine.eval()
+        policy.scorer = self._engine
+
+    def begin(self, first: bool, last: bool) -> None:
+        """See `Backend`."""
+        self._engine.set_gradient_accumulation_boundary(last)
+
+    def forward_logprobs(self, batch: Microbatch, frozen: Projection | None = None) -> Scores:
+        """See `Backend`."""
+        return Scores(*self._engine(batch, self.policy.temperature, frozen))
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Backend`."""
+        # It takes the mean over ranks, where the gradient of the whole step is their sum.
+        self._engine.backward(loss * self._ranks)
+
+    def step(self, learning_rate: float, max_norm: float) -> float:
+        """See `Backend`. DeepSpeed clips to the norm it was made with, and does step where it is not finite."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm())
+
+    def gather_bucket(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        names = dict(self.policy.model.named_parameters())
+        if self._stage < 3:
+            yield from named_weights(self.policy.model)
+            return
+        for name, parameter in names.items():
+            with self._deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach().clone()
+
+    def state(self) -> dict[str, Any]:
+        """See `Backend`.
+
+        Raises:
+            ConfigError: always. A configuration that asks for it is refused.
+        """
+        raise ConfigError("checkpoint.every must be 0 with DeepSpeed, whose state is of its number of ranks alone")
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `state`."""
+        self.state()

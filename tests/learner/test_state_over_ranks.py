@@ -1,0 +1,58 @@
+"""What ranks save of themselves: whole on rank 0, and gone on from by any number of them, on any backend of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import in_processes
+from test_ranks import configured, steps
+
+from counterflow.configs.schema import RunConfig
+from counterflow.learner.rank import Rank
+
+
+def weights_of(rank: Rank) -> torch.Tensor:
+    return torch.cat([tensor.flatten().clone() for _, tensor in rank.weights()])
+
+
+def go_on(number: int, config: RunConfig, begin: int, end: int, state: Path | None, saved: Path | None) -> Any:
+    """The weights after these steps; a state is read, or written, on rank 0 alone."""
+    rank = Rank(config)
+    if state is not None:
+        rank.load_state(torch.load(state) if number == 0 else {})
+    steps(rank, config, number, range(begin, end))
+    if saved is not None:
+        found = rank.state()
+        if number == 0:
+            torch.save(found, saved)
+        else:
+            assert not found["model"] and not found["optimizer"], "a whole model on a rank that does not save it"
+    return weights_of(rank).numpy()
+
+
+def train(config: RunConfig, *args: Any) -> torch.Tensor:
+    if config.learner.ranks == 1:
+        return torch.from_numpy(go_on(0, config, *args))
+    return torch.from_numpy(in_processes(config, go_on, config, *args))
+
+
+WAYS = {"alone": {}, "ddp": {"ranks": 2, "backend": "ddp"}, "fsdp2": {"ranks": 2}, "fsdp2 by three": {"ranks": 3}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("fsdp2", "fsdp2 by three"), ("fsdp2 by three", "alone"), ("alone", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")],
+)
+def test_another_number_of_ranks_goes_on_where_some_stopped(
+    tiny_model: Path, tmp_path: Path, before: str, after: str
+) -> None:
+    first, second = (configured(tiny_model, "default", 1, **WAYS[way]) for way in (before, after))
+    start = weights_of(Rank(first.model_copy(update={"learner": second.learner.model_copy(update={"ranks": 1})})))
+    halfway = train(first, 0, 2, None, tmp_path / "state")
+    found = train(second, 2, 4, tmp_path / "state", None)
+    whole = train(configured(tiny_model, "default", 1), 0, 4, None, None)
+    assert (found - whole).norm() <= 1e-3 * (whole - start).norm()
+    assert (found - halfway).norm() > 0.1 * (whole - start).norm()
