@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from psutil import Process
 from transformers import AutoTokenizer
 
 from counterflow.actors.busy_clock import BusyClock
+from counterflow.actors.generation import Completion, Engine, start_engine
 from counterflow.actors.reward_process import Scored, zeroed
 from counterflow.actors.rewards import RewardPool
 from counterflow.actors.tasks import Prompt, TaskSet, prompt_index
@@ -36,9 +36,6 @@ from counterflow.records import Interval
 from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
-
-if TYPE_CHECKING:
-    from counterflow.actors.engine import Completion, Engine
 
 _ADMISSION_POLL_S = 0.02
 
@@ -108,10 +105,7 @@ class RolloutActor:
 
         Returns the shared memory of its processes: killed, they cannot remove it.
         """
-        # Here, not above: the supervisor names this class without loading vLLM.
-        from counterflow.actors.engine import Engine
-
-        self._engine = await Engine.start(self._config)
+        self._engine = await start_engine(self._config)
         await self._engine.connect_weights(self._name, layout)
         return shared_memory({Process(), *descendants()})
 

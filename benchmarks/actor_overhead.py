@@ -29,10 +29,10 @@ class MeasuredActor(RolloutActor):
 
     async def prepare(self) -> None:
         """Start the engine and warm it up."""
-        from counterflow.actors.engine import Engine
+        from counterflow.actors.vllm_engine import VllmEngine
 
         self._groups_ended, self._group_ended = 0, asyncio.Event()
-        self._engine = await Engine.start(self._config)
+        self._engine = await VllmEngine.start(self._config)
         self._engine.version = -1
         await self._engine.sample(self._prompt(0).token_ids)
         await self.begin()

@@ -176,11 +176,16 @@ class AdmissionSection(Section):
 
 
 class ActorsSection(Section):
-    """The rollout actors and their vLLM engines."""
+    """The rollout actors and their engines."""
 
+    engine: Literal["vllm", "transformers"] = Field(
+        "vllm",
+        description="What generates: `vllm`, or `transformers` where vLLM cannot be installed, which is many times "
+        "slower: it answers one prompt at a time, on one device.",
+    )
     count: int = Field(1, ge=1, description="Rollout actors, each with an engine of its own.")
     cpus: int = Field(1, ge=1, description="CPU cores of one actor.")
-    gpus: int = Field(0, ge=0, description="GPUs of one actor; more than one means tensor parallelism.")
+    gpus: int = Field(0, ge=0, description="GPUs of one actor; more than one means tensor parallelism (`vllm`).")
     groups_in_flight: int = Field(64, ge=1, description="Most groups that one actor generates at once.")
     max_restarts: int = Field(
         3, ge=0, description="How often, in a run, an actor that died or got no weights is replaced by a new one."
@@ -189,10 +194,12 @@ class ActorsSection(Section):
     kv_cache_bytes: int | None = Field(
         256 << 20,
         ge=1 << 20,
-        description="Key-value cache of one engine, in bytes. null: let vLLM size it (GPUs only).",
+        description="Key-value cache of one `vllm` engine, in bytes. null: let vLLM size it (GPUs only).",
     )
-    gpu_memory_share: float = Field(0.85, gt=0, le=1, description="Share of a GPU's memory that its engine may take.")
-    enforce_eager: bool = Field(True, description="Run the engine without compilation or CUDA graphs.")
+    gpu_memory_share: float = Field(
+        0.85, gt=0, le=1, description="Share of a GPU's memory that its `vllm` engine may take."
+    )
+    enforce_eager: bool = Field(True, description="Run `vllm` without compilation or CUDA graphs.")
 
 
 class BufferSection(Section):
@@ -596,6 +603,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"weight_sync.recompute=false has no effect with weight_sync.in_flight={sync.in_flight}, which keeps "
                 "no response: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def one_device(self) -> Self:
+        if self.actors.engine == "transformers" and self.actors.gpus > 1:
+            raise ValueError(
+                f"actors.gpus={self.actors.gpus} needs actors.engine=vllm: transformers answers on one device, set "
+                "actors.gpus to 0 or 1"
             )
         return self
 

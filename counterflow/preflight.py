@@ -6,6 +6,7 @@ A `RunConfig` flows in; warnings and the run's `Origin` flow out, or one clear e
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import secrets
 import shutil
@@ -65,6 +66,7 @@ def check(config: RunConfig, run_id: str | None = None) -> tuple[Origin, TaskSet
         _refuse_living(folder)
     if config.run.ray_address == "local":
         check_room(bundles(config), [Node(len(usable_cores()), _gpus())])
+    _check_engine(config)
     _check_model(config.model)
     resolve_rewards(config)
     try:
@@ -155,6 +157,14 @@ def _naming_run_folder(config: RunConfig) -> Iterator[None]:
         ) from error
 
 
+def _check_engine(config: RunConfig) -> None:
+    if config.actors.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "actors.engine is vllm, which is not installed here: pip install 'counterflow[cpu]' or 'counterflow[gpu]', "
+            "or set actors.engine=transformers, which is slow"
+        )
+
+
 def _check_model(model: ModelSection) -> None:
     config = _read_model_config(model)
     if not any(next(model.path.glob(pattern), None) for pattern in ("*.safetensors", "pytorch_model*.bin")):
@@ -242,6 +252,11 @@ def _warnings(config: RunConfig, task: TaskSet) -> list[str]:
     warnings = []
     if task.overlong:
         warnings.append(f"{task.overlong} prompts were too long for model.context_length and dropped")
+    if config.actors.engine == "transformers":
+        warnings.append(
+            "actors.engine=transformers answers one prompt at a time and is many times slower than vllm: for machines "
+            "where vLLM cannot be installed"
+        )
     return warnings
 
 

@@ -202,7 +202,7 @@ class Run:
 
     async def _start(self) -> int:
         """Start learner and actors; returns the version that they go on from, which every actor serves then."""
-        self.telemetry.note(f"starting the learner and {self.config.actors.count} actor(s): vLLM takes a while")
+        self.telemetry.note(f"starting the learner and {self.config.actors.count} actor(s): their engines take a while")
         layout = await call(
             self.learner.layout.remote(), "the learner to load its model", self.config.run.start_timeout_s
         )

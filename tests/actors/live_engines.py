@@ -27,7 +27,8 @@ from counterflow.weight_sync.slots import Slots
 from counterflow.weight_sync.transports import BROADCASTS, SharedMemory, open_publisher
 
 if TYPE_CHECKING:
-    from counterflow.actors.engine import Completion, Engine
+    from counterflow.actors.generation import Completion, Engine
+    from counterflow.actors.vllm_engine import VllmEngine
 
 SHORT = (3, 4, 5, 6)
 LONG = tuple(3 + (7 * i * i + i) % 500 for i in range(150))
@@ -200,23 +201,23 @@ class Engines:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._running: list[Engine] = []
+        self._running: list[VllmEngine] = []
         self._processes: dict[int, psutil.Process] = {}
 
-    async def serve(self, learner: Learner, count: int, config: RunConfig) -> list[Engine]:
+    async def serve(self, learner: Learner, count: int, config: RunConfig) -> list[VllmEngine]:
         """The first so many engines, which serve version 0 of this learner's model."""
         return [await self.one(learner, index, config) for index in range(count)]
 
-    async def one(self, learner: Learner, index: int, config: RunConfig) -> Engine:
+    async def one(self, learner: Learner, index: int, config: RunConfig) -> VllmEngine:
         """Engine `index`, started if it does not run, which serves version 0 of this learner's model."""
-        from counterflow.actors.engine import Engine
+        from counterflow.actors.vllm_engine import VllmEngine
 
         while len(self._running) <= index:
             before = _cores()
-            started = await Engine.start(self._config)
+            started = await VllmEngine.start(self._config)
             self._running.append(started)
             (self._processes[id(started._llm)],) = _cores() - before
-        engine = Engine(self._running[index]._llm, config)
+        engine = VllmEngine(self._running[index]._llm, config)
         await engine.connect_weights(name(index), learner.layout)
         slots = Slots(learner.layout)
         first = Publisher(slots, SharedMemory(slots))
@@ -228,11 +229,11 @@ class Engines:
             first.close()
         return engine
 
-    def kill(self, engine: Engine) -> None:
+    def kill(self, engine: VllmEngine) -> None:
         """kill -9 of its process."""
         os.kill(self._processes[id(engine._llm)].pid, signal.SIGKILL)
 
-    def forget(self, engine: Engine) -> None:
+    def forget(self, engine: VllmEngine) -> None:
         """Let go of one that was killed; another is started when it is needed."""
         self._running = [other for other in self._running if other._llm is not engine._llm]
         engine.shutdown()

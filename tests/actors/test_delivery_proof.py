@@ -23,7 +23,7 @@ from counterflow.weight_sync.slots import Slots
 from counterflow.weight_sync.transports import SharedMemory
 
 if TYPE_CHECKING:
-    from counterflow.actors.engine import Engine
+    from counterflow.actors.vllm_engine import VllmEngine
 
 PROMPT = [3, 4, 5, 6]
 
@@ -37,7 +37,7 @@ class Pair:
     model: Any
     slots: Slots
     publisher: Publisher
-    engine: Engine
+    engine: VllmEngine
     runner: asyncio.Runner
     version: int = 0
 
@@ -103,10 +103,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         for name, value in process_environment(cpus=1, gpus=0).items():
             patch.setenv(name, value)
-        from counterflow.actors.engine import Engine
+        from counterflow.actors.vllm_engine import VllmEngine
 
         try:
-            engine = runner.run(Engine.start(config))
+            engine = runner.run(VllmEngine.start(config))
             try:
                 runner.run(engine.connect_weights("actor 0", layout))
                 yield Pair(model, slots, publisher, engine, runner)

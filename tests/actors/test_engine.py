@@ -33,7 +33,8 @@ def score(model: torch.nn.Module, token_ids: np.ndarray, temperature: float) -> 
 def test_token_carries_a_version_that_did_not_sample_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in process_environment(cpus=1, gpus=0).items():
         monkeypatch.setenv(name, value)
-    from counterflow.actors.engine import Completion, Engine
+    from counterflow.actors.generation import Completion
+    from counterflow.actors.vllm_engine import VllmEngine
 
     temperature = 0.7
     config = RunConfig.model_validate(
@@ -51,7 +52,7 @@ def test_token_carries_a_version_that_did_not_sample_it(tiny_model: Path, monkey
     weights = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
 
     async def main() -> tuple[list[Completion], list[Completion]]:
-        engine = await Engine.start(config)
+        engine = await VllmEngine.start(config)
         try:
             await engine.connect_weights("actor 0", layout)
             done: list[Completion] = []

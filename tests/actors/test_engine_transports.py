@@ -27,7 +27,7 @@ from counterflow.weight_sync.group import Group, Invitation
 from counterflow.weight_sync.publisher import Shipment
 
 if TYPE_CHECKING:
-    from counterflow.actors.engine import Engine
+    from counterflow.actors.vllm_engine import VllmEngine
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_new_request_meets_the_cache_of_an_older_version(
             # Those that went on did so with the old cache: were there none to meet, nothing would have been seen.
             assert max(gap[end:].max(initial=0) for gap, end in gaps) > 100 * CLOSE
 
-            monkeypatch.setattr("counterflow.actors.engine.tokens_input", unsalted)
+            monkeypatch.setattr("counterflow.actors.vllm_engine.tokens_input", unsalted)
             async with asker.at_work():
                 await asker.more()
                 await learner.deliver()
@@ -313,7 +313,7 @@ def test_engine_killed_during_a_broadcast_takes_another_down(
     model: Path, engines: Engines, runner: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(model, transport="gloo")
-    deadly: dict[int, Engine] = {}
+    deadly: dict[int, VllmEngine] = {}
     transmit = Sender._transmit
 
     def killing(self: Sender, header: Header, payload: torch.Tensor, group: Group) -> list[dist.Work]:

@@ -1,4 +1,4 @@
-"""The generation engine of one actor: vLLM's AsyncLLM, with in-flight weight updates. Token ids in, token ids out.
+"""vLLM's AsyncLLM as an actor's engine, with in-flight weight updates. Token ids in, token ids out.
 
 Prompts flow in, completions with behaviour log-probs and version spans flow out; weights arrive through vLLM's native
 weight-transfer API. Imported only inside an actor's process, since it imports vLLM.
@@ -10,7 +10,6 @@ import asyncio
 import itertools
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +21,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from counterflow.buffer.trajectory import Float32Array, Int32Array, VersionSpan
+from counterflow.actors.generation import Completion
+from counterflow.buffer.trajectory import VersionSpan
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ProcessDied, RunFailed, WeightSyncError
 from counterflow.weight_sync.fingerprint import Fingerprint, Fingerprints
@@ -35,18 +35,7 @@ Answer = TypeVar("Answer")
 _PULSE_S = 0.2
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One response: its tokens, their behaviour log-probs (natural, as sampled) and the versions that sampled them."""
-
-    token_ids: Int32Array
-    logprobs: Float32Array
-    version_spans: tuple[VersionSpan, ...]
-    finish_reason: str
-    """`stop`, or `length` for a truncated response."""
-
-
-class Engine:
+class VllmEngine:
     """An AsyncLLM that serves one policy version at a time.
 
     Requests that arrive while weights are updated wait for the new version. Running ones are kept, drained or asked
@@ -81,7 +70,7 @@ class Engine:
         self._greedy.top_p, self._greedy.top_k = 1.0, 0
 
     @classmethod
-    async def start(cls, config: RunConfig) -> Engine:
+    async def start(cls, config: RunConfig) -> VllmEngine:
         """Load the model as policy version 0 and start the engine's processes."""
         arguments = AsyncEngineArgs(
             model=str(config.model.path),
@@ -103,9 +92,14 @@ class Engine:
         await engine._llm.update_weight_version("0")
         return engine
 
-    async def sample(self, prompt_token_ids: Sequence[int]) -> list[Completion]:
-        """Sample `admission.samples_per_group` responses to one prompt."""
-        return await self._generate(prompt_token_ids, self._sampled)
+    async def sample(self, prompt_token_ids: Sequence[int], seed: int | None = None) -> list[Completion]:
+        """Sample `admission.samples_per_group` responses to one prompt, the i-th with `seed` + i where there is one."""
+        parameters = self._sampled
+        if seed is not None:
+            parameters = parameters.clone()
+            # vLLM adds the index.
+            parameters.seed = seed
+        return await self._generate(prompt_token_ids, parameters)
 
     async def decode_greedily(self, prompt_token_ids: Sequence[int]) -> Completion:
         """The most likely response to a prompt, token by token."""

@@ -1,0 +1,184 @@
+"""The engine for machines where vLLM cannot be installed: transformers alone, one prompt at a time. It is slow.
+
+Prompts flow in, completions flow out; weights arrive through the same sources as vLLM's. What is sampled depends on
+prompt, seed and weights and on nothing else: no other request ever shares a batch with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+
+from counterflow.actors.decoding import Decoding, End, sampled_from
+from counterflow.actors.generation import Completion
+from counterflow.configs.schema import RunConfig
+from counterflow.errors import WeightSyncError
+from counterflow.weight_sync.fingerprint import Fingerprints, by_group, fingerprint, in_wire_dtype
+from counterflow.weight_sync.layout import Layout, named_weights
+from counterflow.weight_sync.publisher import Shipment
+from counterflow.weight_sync.sources import Source, open_source
+
+Answer = TypeVar("Answer")
+
+
+class TransformersEngine:
+    """A model that decodes the responses to one prompt after those to the other, and meets `Engine`.
+
+    Between two tokens it may take other weights. Everything that touches the model runs in one thread.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._warpers = sampled_from(config.sampling)
+        self._in_flight = config.weight_sync.in_flight
+        self._recompute = config.weight_sync.caches_are_recomputed
+        self._seeds = random.Random(config.run.seed)
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._turn = asyncio.Lock()
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._idle.set()
+        self._layout: Layout
+        self._receiver: str
+        self._source: Source | None = None
+        self._transport: str | None = None
+        self.version = 0
+        self.restarted = 0
+        """Requests that an update aborted and that were begun again."""
+
+    @classmethod
+    async def start(cls, config: RunConfig) -> TransformersEngine:
+        """Load the model as policy version 0."""
+        model = await asyncio.to_thread(
+            AutoModelForCausalLM.from_pretrained,
+            config.model.path,
+            dtype=getattr(torch, config.actors.dtype),
+            local_files_only=True,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+        )
+        return cls(model.to("cuda" if config.actors.gpus else "cpu").eval().requires_grad_(False), tokenizer, config)
+
+    async def sample(self, prompt_token_ids: Sequence[int], seed: int | None = None) -> list[Completion]:
+        """Sample `admission.samples_per_group` responses to one prompt, the i-th with `seed` + i where there is one."""
+        first = self._seeds.getrandbits(48) if seed is None else seed
+        seeds = range(first, first + self._config.admission.samples_per_group)
+
+        def begin() -> Decoding:
+            generators = [torch.Generator(self._model.device).manual_seed(seed) for seed in seeds]
+            return Decoding(self._model, prompt_token_ids, generators, self._warpers, self._end(len(prompt_token_ids)))
+
+        return await self._decode(begin)
+
+    async def decode_greedily(self, prompt_token_ids: Sequence[int]) -> Completion:
+        """The most likely response to a prompt, token by token."""
+
+        def begin() -> Decoding:
+            end, unused = self._end(len(prompt_token_ids)), torch.Generator()
+            return Decoding(self._model, prompt_token_ids, [unused], LogitsProcessorList(), end, greedily=True)
+
+        return (await self._decode(begin))[0]
+
+    async def connect_weights(self, actor: str, layout: Layout) -> None:
+        """Tell the engine whose it is, and what versions consist of."""
+        self._receiver, self._layout = f"{actor}/0", layout
+        # Compiles what it would else wait for, paused, at its first update.
+        await self._in_thread(partial(fingerprint, torch.zeros(1)))
+
+    async def load(self, shipment: Shipment) -> list[Fingerprints]:
+        """Pause, between two tokens or responses, and load a version; returns what the model holds then.
+
+        Raises:
+            WeightSyncError: the version could not be loaded. The engine stays paused; a later one may yet succeed.
+        """
+        self._open.clear()
+        if self._in_flight == "wait":
+            await self._idle.wait()
+        try:
+            return [await self._in_thread(partial(self._load, shipment))]
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"policy version {shipment.version} was not loaded: {error}") from error
+
+    async def serve(self, version: int) -> None:
+        """Go on with the version that was loaded."""
+        self.version = version
+        self._open.set()
+
+    def check(self) -> None:
+        """The engine has no process of its own."""
+
+    def shutdown(self) -> None:
+        """Decode no more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._source is not None:
+            self._source.close()
+
+    async def _decode(self, begin: Callable[[], Decoding]) -> list[Completion]:
+        async with self._turn:
+            await self._open.wait()
+            self._idle.clear()
+            try:
+                decoding = begin()
+                while not decoding.done:
+                    if self._in_flight != "wait":
+                        await self._open.wait()
+                    if self._in_flight == "abort" and decoding.version not in (None, self.version):
+                        self.restarted += 1
+                        decoding = begin()
+                    await self._in_thread(partial(decoding.step, self.version, recompute=self._recompute))
+                return decoding.completions()
+            finally:
+                self._idle.set()
+
+    async def _in_thread(self, work: Callable[[], Answer]) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _end(self, prompt_tokens: int) -> End:
+        """When a response to a prompt of so many tokens ends: end of text, a stop text, or no room."""
+        sampling, eos = self._config.sampling, self._tokenizer.eos_token_id
+        most = min(sampling.max_tokens, self._config.model.context_length - prompt_tokens)
+        # A token that is not special is a byte at least; one more, since decoders may strip what comes first.
+        tail = max((len(text.encode()) for text in sampling.stop), default=0) + 1
+        special = set(self._tokenizer.all_special_ids)
+
+        def end(token_ids: list[int]) -> str | None:
+            if token_ids[-1] == eos:
+                return "stop"
+            if sampling.stop:
+                text = self._tokenizer.decode([i for i in token_ids if i not in special][-tail:])
+                if any(stop in text for stop in sampling.stop):
+                    return "stop"
+            return "length" if len(token_ids) >= most else None
+
+        return end
+
+    def _load(self, shipment: Shipment) -> Fingerprints:
+        transport = shipment.way["transport"]
+        if self._source is None or transport != self._transport:
+            if self._source is not None:
+                self._source.close()
+            self._source = open_source(transport, self._receiver, self._layout, str(self._model.device))
+            self._transport = transport
+        self._source.receive(shipment.way, shipment.version, shipment.slot, self._take)
+        wire = self._layout.dtype
+        return by_group(
+            (name, fingerprint(in_wire_dtype(name, tensor, wire))) for name, tensor in named_weights(self._model)
+        )
+
+    def _take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        held = dict(named_weights(self._model))
+        for name, tensor in tensors:
+            if name not in held or held[name].shape != tensor.shape:
+                raise WeightSyncError(f"the engine's model has no {name} of shape {tuple(tensor.shape)}")
+            held[name].copy_(tensor)
