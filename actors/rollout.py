@@ -23,6 +23,7 @@ from counterflow.actors.busy_clock import BusyClock
 from counterflow.actors.generation import Completion, Engine, start_engine
 from counterflow.actors.reward_process import Scored, zeroed
 from counterflow.actors.rewards import RewardPool
+from counterflow.actors.seeds import group_seed
 from counterflow.actors.tasks import Prompt, TaskSet, prompt_index
 from counterflow.buffer.admission import open_groups
 from counterflow.buffer.codec import encode
@@ -223,7 +224,7 @@ class RolloutActor:
             prompt = self._prompt(lease.admission)
             started_at = time.time()
             with self._busy.doing("generate"):
-                completions = await self._ready.sample(prompt.token_ids)
+                completions = await self._ready.sample(prompt.token_ids, self._seed(lease.admission))
             tokens = sum(len(c.token_ids) for c in completions)
             rewards = await self._score(lease, prompt, completions)
             if all(sample.reward is None for sample in rewards):
@@ -239,6 +240,10 @@ class RolloutActor:
 
     def _prompt(self, admission: int) -> Prompt:
         return self._task.train[prompt_index(admission, len(self._task.train), self._config.run.seed)]
+
+    def _seed(self, admission: int) -> int | None:
+        run = self._config.run
+        return group_seed(run.seed, admission) if run.deterministic else None
 
     async def _score(self, lease: Lease, prompt: Prompt, completions: Sequence[Completion]) -> list[Scored]:
         rewards = await self._rewards.score_parts([self._decode(c) for c in completions], prompt.record)

@@ -30,6 +30,12 @@ class RunSection(Section):
     folder: Path = Field(Path("runs"), description="Where run folders are made.")
     steps: int = Field(100, ge=1, description="Optimizer steps to take.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the prompt order, of sampling and of the learner.")
+    deterministic: bool = Field(
+        False,
+        description="Sample each response from a seed made of `seed`, its group's admission number and its place in "
+        "the group, in batches that timing does not change, which is slower: a group depends on weights alone, and a "
+        "run of admission.max_lag=0 can be repeated bit for bit on machines of one kind.",
+    )
     overwrite: bool = Field(False, description="Replace a run folder of this name instead of refusing to start.")
     ray_address: str = Field(
         "local", description="Ray cluster to run on: `local` starts one for this run, `auto` joins the one here."
@@ -523,6 +529,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"learner.updates_per_batch={updates} is above admission.groups_per_step={groups}, and no group is "
                 f"split: lower the first to {groups} or less"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def order_that_repeats(self) -> Self:
+        if self.run.deterministic and self.buffer.order != "admission":
+            raise ValueError(
+                f"run.deterministic=true with buffer.order={self.buffer.order}: timing would choose the groups of a "
+                "batch, use buffer.order=admission"
             )
         return self
 
