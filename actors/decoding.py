@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from counterflow.actors.generation import Completion
-from counterflow.buffer.trajectory import VersionSpan
+from counterflow.actors.generation import Completion, spans
 from counterflow.configs.schema import SamplingSection
 
 End = Callable[[list[int]], str | None]
@@ -42,15 +40,6 @@ class Response:
             spans(self.versions),
             self.finish_reason or "abort",
         )
-
-
-def spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Runs of equal versions as spans."""
-    found: list[VersionSpan] = []
-    for version, run in groupby(versions):
-        start = found[-1].end if found else 0
-        found.append(VersionSpan(version, start, start + len(list(run))))
-    return tuple(found)
 
 
 def sampled_from(sampling: SamplingSection) -> LogitsProcessorList:

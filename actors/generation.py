@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 from counterflow.buffer.trajectory import Float32Array, Int32Array, VersionSpan
@@ -28,6 +29,15 @@ class Completion:
     """`stop`, or `length` for a truncated response."""
 
 
+def spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """The version that sampled each token, as runs of equal ones."""
+    found: list[VersionSpan] = []
+    for version, run in groupby(versions):
+        start = found[-1].end if found else 0
+        found.append(VersionSpan(version, start, start + len(list(run))))
+    return tuple(found)
+
+
 class Engine(Protocol):
     """Serves one policy version at a time. Token ids in, token ids out."""
 
@@ -39,8 +49,11 @@ class Engine(Protocol):
     async def sample(self, prompt_token_ids: Sequence[int], seed: int | None = None) -> list[Completion]:
         """Sample `admission.samples_per_group` responses to one prompt, the i-th with `seed` + i where there is one."""
 
-    async def decode_greedily(self, prompt_token_ids: Sequence[int]) -> Completion:
-        """The most likely response to a prompt, token by token."""
+    async def extend(self, token_ids: Sequence[int], max_tokens: int, seed: int | None = None) -> Completion:
+        """Sample one more turn, of so many tokens at most, after these tokens."""
+
+    async def decode_greedily(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
+        """The most likely tokens after these, one by one, `sampling.max_tokens` at most where no other is given."""
 
     async def connect_weights(self, actor: str, layout: Layout) -> None:
         """Tell the engine whose it is, and what versions consist of."""

@@ -14,14 +14,13 @@ import math
 import os
 import re
 import signal
-import sys
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, get_args
 
 from pebble import ProcessExpired, ProcessPool
 
+from counterflow.actors.named import import_named
 from counterflow.actors.reward_process import (
     OUT_OF_MEMORY,
     PATIENCE_S,
@@ -42,6 +41,8 @@ START_DEADLINE_S = 60.0
 CLOSED = "the reward pool is closed: no reward for this group"
 WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
 NUMBER_WORDS = {word: str(number) for number, word in enumerate(WORDS.split())} | {"once": "1", "twice": "2"}
+ENVIRONMENT = "environment"
+"""The name of what an environment gives, and of the reward that adds nothing to it."""
 NONE = -1
 """Index of the sample being scored before any is."""
 
@@ -58,6 +59,11 @@ def last_number(completion: str, record: dict[str, Any]) -> float:
     """
     found = re.findall(rf"\d+(?:[.,]\d+)*|\b(?:{'|'.join(NUMBER_WORDS)})\b", completion.lower())
     return float(bool(found) and NUMBER_WORDS.get(found[-1], found[-1]) == str(record["answer"]).strip())
+
+
+def nothing(completion: str, record: dict[str, Any]) -> float:
+    """0.0: the environment's rewards are all there is."""
+    return 0.0
 
 
 def math_verify(completion: str, record: dict[str, Any]) -> float:
@@ -108,34 +114,20 @@ def resolve_reward(config: RunConfig, name: str, key: str) -> RewardFunction:
     """The function that the configuration names at this key."""
     if name == "reasoning_gym":
         return reasoning_gym(config, key)
-    if name in (built_in := {"exact": exact, "math_verify": math_verify}):
+    if name == ENVIRONMENT and config.task.environment is None:
+        raise ConfigError(f"{key} = environment: task.environment names none that would give a reward")
+    if name in (built_in := {"exact": exact, "math_verify": math_verify, ENVIRONMENT: nothing}):
         if name == "math_verify":
             importlib.import_module(name)
         return built_in[name]
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
+    if not all(name.partition(":")):
         close = difflib.get_close_matches(name, [*built_in, "reasoning_gym"], n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(
             f"{key} = {name}: no such reward; {hint}"
-            "It is exact, math_verify, reasoning_gym, or your own as package.module:function"
+            "It is exact, math_verify, reasoning_gym, environment, or your own as package.module:function"
         )
-    # Last, so that a file here never hides an installed module.
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(
-            f"{key} = {name}: {module_name} cannot be imported ({describe(error)}); "
-            f"it must be installed or lie in {Path.cwd()}"
-        ) from error
-    where = getattr(module, "__file__", None) or module_name
-    if not hasattr(module, attribute):
-        raise ConfigError(f"{key} = {name}: {where} has no {attribute}")
-    function: RewardFunction = getattr(module, attribute)
-    if not callable(function):
-        raise ConfigError(f"{key} = {name}: {attribute} in {where} is not a function of (completion, record)")
+    function: RewardFunction = import_named(key, name)
     return function
 
 
@@ -182,9 +174,13 @@ class RewardPool:
             scored.update((left[position], sample) for position, sample in outcome.items())
         for index, sample in scored.items():
             if sample.failure is not None:
-                self.failures[sample.failure] += 1
-                self.last_error = f"{sample.failure}: {sample.message} (response {completions[index][:80]!r})"
+                self.note(sample.failure, f"{sample.message} (response {completions[index][:80]!r})")
         return [scored[index] for index in range(len(completions))]
+
+    def note(self, failure: Failure, message: str) -> None:
+        """Count a sample without a reward."""
+        self.failures[failure] += 1
+        self.last_error = f"{failure}: {message}"
 
     async def attempt(self, completions: list[str], record: dict[str, Any], until: float) -> dict[int, Scored]:
         """One task for one worker: scores by position, at least one, of a prefix or of the sample that failed."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,11 @@ from psutil import Process
 from transformers import AutoTokenizer
 
 from counterflow.actors.busy_clock import BusyClock
-from counterflow.actors.generation import Completion, Engine, start_engine
-from counterflow.actors.reward_process import Scored, zeroed
+from counterflow.actors.episodes import Episode, Player
+from counterflow.actors.generation import Engine, start_engine
+from counterflow.actors.reward_process import Scored
 from counterflow.actors.rewards import RewardPool
-from counterflow.actors.seeds import group_seed
+from counterflow.actors.scoring import Scoring
 from counterflow.actors.tasks import Prompt, TaskSet, prompt_index
 from counterflow.buffer.admission import open_groups
 from counterflow.buffer.codec import encode
@@ -83,7 +83,9 @@ class RolloutActor:
             config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
         )
         self._task = task
+        self._player = Player(config, self._tokenizer)
         self._rewards = RewardPool(config)
+        self._scoring = Scoring(config, self._tokenizer, self._rewards)
         admission = config.admission
         self._producer = Producer(
             address,
@@ -134,15 +136,14 @@ class RolloutActor:
         """Rewards of greedy responses to held-out prompts `first`, `first + stride`, ...; None where one failed."""
         prompts = self._task.heldout[first : self._config.evaluation.prompts : stride]
         with self._busy.doing("evaluate"):
-            completions = await asyncio.gather(*(self._ready.decode_greedily(p.token_ids) for p in prompts))
-            texts = [self._decode(c) for c in completions]
+            episodes = await asyncio.gather(*(self._player.decode_greedily(self._ready, p) for p in prompts))
             scores = await asyncio.gather(
                 *(
-                    self._rewards.score([text], p.record, deadline_s=self._config.run.step_timeout_s / 2)
-                    for text, p in zip(texts, prompts, strict=True)
+                    self._scoring.episodes(p, [episode], self._config.run.step_timeout_s / 2)
+                    for episode, p in zip(episodes, prompts, strict=True)
                 )
             )
-        return [score[0] for score in scores]
+        return [sample.reward for (sample,) in scores]
 
     async def canaries(self, count: int) -> list[Group]:
         """Responses to the first held-out prompts, sampled as for training, without rewards of their own."""
@@ -151,7 +152,9 @@ class RolloutActor:
         with self._busy.doing("evaluate"):
             answers = await asyncio.gather(*(self._ready.sample(p.token_ids) for p in prompts))
         return [
-            self._group(Lease(i, 1), prompt, completions, [Scored(0.0)] * len(completions), began)
+            self._group(
+                Lease(i, 1), prompt, [Episode.of(c) for c in completions], [Scored(0.0)] * len(completions), began
+            )
             for i, (prompt, completions) in enumerate(zip(prompts, answers, strict=True))
         ]
 
@@ -224,12 +227,12 @@ class RolloutActor:
             prompt = self._prompt(lease.admission)
             started_at = time.time()
             with self._busy.doing("generate"):
-                completions = await self._ready.sample(prompt.token_ids, self._seed(lease.admission))
-            tokens = sum(len(c.token_ids) for c in completions)
-            rewards = await self._score(lease, prompt, completions)
+                episodes = await self._player.sample(self._ready, prompt, lease.admission)
+            tokens = sum(len(episode.token_ids) for episode in episodes)
+            rewards = await self._scoring.group(lease.admission, prompt, episodes)
             if all(sample.reward is None for sample in rewards):
                 raise ValueError(f"every reward failed: {self._rewards.last_error}")
-            group = self._group(lease, prompt, completions, rewards, started_at)
+            group = self._group(lease, prompt, episodes, rewards, started_at)
             await self._producer.add(group, encode(group, self._schema))
         except (RunFailed, BufferUnavailable):
             raise
@@ -241,29 +244,11 @@ class RolloutActor:
     def _prompt(self, admission: int) -> Prompt:
         return self._task.train[prompt_index(admission, len(self._task.train), self._config.run.seed)]
 
-    def _seed(self, admission: int) -> int | None:
-        run = self._config.run
-        return group_seed(run.seed, admission) if run.deterministic else None
-
-    async def _score(self, lease: Lease, prompt: Prompt, completions: Sequence[Completion]) -> list[Scored]:
-        rewards = await self._rewards.score_parts([self._decode(c) for c in completions], prompt.record)
-        if self._config.reward.truncated == "zero_reward":
-            rewards = [
-                zeroed(sample) if completion.finish_reason == "length" else sample
-                for sample, completion in zip(rewards, completions, strict=True)
-            ]
-        if self._config.reward.shuffle:
-            random.Random(f"{self._config.run.seed}/{lease.admission}").shuffle(rewards)
-        return rewards
-
-    def _decode(self, completion: Completion) -> str:
-        return self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)  # type: ignore[no-any-return]
-
     def _group(
         self,
         lease: Lease,
         prompt: Prompt,
-        completions: Sequence[Completion],
+        episodes: Sequence[Episode],
         rewards: Sequence[Scored],
         started_at: float,
     ) -> Group:
@@ -274,14 +259,15 @@ class RolloutActor:
             prompt_token_ids=np.asarray(prompt.token_ids, np.int32),
             trajectories=tuple(
                 Trajectory(
-                    response_token_ids=completion.token_ids,
-                    behavior_logprobs=completion.logprobs,
-                    version_spans=completion.version_spans,
+                    response_token_ids=episode.token_ids,
+                    behavior_logprobs=episode.logprobs,
+                    version_spans=episode.version_spans,
                     reward=sample.reward,
-                    finish_reason=completion.finish_reason,
+                    finish_reason=episode.finish_reason,
                     reward_parts=sample.parts,
+                    loss_mask=episode.loss_mask,
                 )
-                for completion, sample in zip(completions, rewards, strict=True)
+                for episode, sample in zip(episodes, rewards, strict=True)
             ),
             started_at_us=int(started_at * 1e6),
             finished_at_us=int(time.time() * 1e6),

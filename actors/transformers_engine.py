@@ -71,20 +71,19 @@ class TransformersEngine:
     async def sample(self, prompt_token_ids: Sequence[int], seed: int | None = None) -> list[Completion]:
         """Sample `admission.samples_per_group` responses to one prompt, the i-th with `seed` + i where there is one."""
         first = self._seeds.getrandbits(48) if seed is None else seed
-        seeds = range(first, first + self._config.admission.samples_per_group)
+        return await self._sample(prompt_token_ids, range(first, first + self._config.admission.samples_per_group))
+
+    async def extend(self, token_ids: Sequence[int], max_tokens: int, seed: int | None = None) -> Completion:
+        """Sample one more turn, of so many tokens at most, after these tokens."""
+        seeds = [self._seeds.getrandbits(48) if seed is None else seed]
+        return (await self._sample(token_ids, seeds, max_tokens))[0]
+
+    async def decode_greedily(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
+        """The most likely tokens after these, one by one, `sampling.max_tokens` at most where no other is given."""
+        end, unused = self._end(len(token_ids), max_tokens), torch.Generator()
 
         def begin() -> Decoding:
-            generators = [torch.Generator(self._model.device).manual_seed(seed) for seed in seeds]
-            return Decoding(self._model, prompt_token_ids, generators, self._warpers, self._end(len(prompt_token_ids)))
-
-        return await self._decode(begin)
-
-    async def decode_greedily(self, prompt_token_ids: Sequence[int]) -> Completion:
-        """The most likely response to a prompt, token by token."""
-
-        def begin() -> Decoding:
-            end, unused = self._end(len(prompt_token_ids)), torch.Generator()
-            return Decoding(self._model, prompt_token_ids, [unused], LogitsProcessorList(), end, greedily=True)
+            return Decoding(self._model, token_ids, [unused], LogitsProcessorList(), end, greedily=True)
 
         return (await self._decode(begin))[0]
 
@@ -124,15 +123,26 @@ class TransformersEngine:
         if self._source is not None:
             self._source.close()
 
+    async def _sample(
+        self, token_ids: Sequence[int], seeds: Sequence[int], max_tokens: int | None = None
+    ) -> list[Completion]:
+        end = self._end(len(token_ids), max_tokens)
+
+        def begin() -> Decoding:
+            generators = [torch.Generator(self._model.device).manual_seed(seed) for seed in seeds]
+            return Decoding(self._model, token_ids, generators, self._warpers, end)
+
+        return await self._decode(begin)
+
     async def _decode(self, begin: Callable[[], Decoding]) -> list[Completion]:
         async with self._turn:
-            await self._open.wait()
+            await self._opened()
             self._idle.clear()
             try:
                 decoding = begin()
                 while not decoding.done:
                     if self._in_flight != "wait":
-                        await self._open.wait()
+                        await self._opened()
                     if self._in_flight == "abort" and decoding.version not in (None, self.version):
                         self.restarted += 1
                         decoding = begin()
@@ -141,13 +151,18 @@ class TransformersEngine:
             finally:
                 self._idle.set()
 
+    async def _opened(self) -> None:
+        """Return while a version is served: one that had just begun when another was to be loaded is over."""
+        while not self._open.is_set():
+            await self._open.wait()
+
     async def _in_thread(self, work: Callable[[], Answer]) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _end(self, prompt_tokens: int) -> End:
-        """When a response to a prompt of so many tokens ends: end of text, a stop text, or no room."""
+    def _end(self, tokens_before: int, max_tokens: int | None) -> End:
+        """When what follows so many tokens ends: end of text, a stop text, or no room."""
         sampling, eos = self._config.sampling, self._tokenizer.eos_token_id
-        most = min(sampling.max_tokens, self._config.model.context_length - prompt_tokens)
+        most = min(max_tokens or sampling.max_tokens, self._config.model.context_length - tokens_before)
         # A token that is not special is a byte at least; one more, since decoders may strip what comes first.
         tail = max((len(text.encode()) for text in sampling.stop), default=0) + 1
         special = set(self._tokenizer.all_special_ids)

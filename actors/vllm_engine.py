@@ -101,9 +101,19 @@ class VllmEngine:
             parameters.seed = seed
         return await self._generate(prompt_token_ids, parameters)
 
-    async def decode_greedily(self, prompt_token_ids: Sequence[int]) -> Completion:
-        """The most likely response to a prompt, token by token."""
-        return (await self._generate(prompt_token_ids, self._greedy))[0]
+    async def extend(self, token_ids: Sequence[int], max_tokens: int, seed: int | None = None) -> Completion:
+        """Sample one more turn, of so many tokens at most, after these tokens."""
+        parameters = self._sampled.clone()
+        parameters.n, parameters.max_tokens, parameters.seed = 1, max_tokens, seed
+        return (await self._generate(token_ids, parameters))[0]
+
+    async def decode_greedily(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
+        """The most likely tokens after these, one by one, `sampling.max_tokens` at most where no other is given."""
+        parameters = self._greedy
+        if max_tokens is not None:
+            parameters = parameters.clone()
+            parameters.max_tokens = max_tokens
+        return (await self._generate(token_ids, parameters))[0]
 
     async def connect_weights(self, actor: str, layout: Layout) -> None:
         """Tell the engine whose it is, and what versions consist of."""

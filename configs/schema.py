@@ -81,6 +81,17 @@ class TaskSection(Section):
         None, description="Wrap text prompts as a user's chat message. Absent: where the tokenizer has a chat template."
     )
     system_prompt: str | None = Field(None, description="System message put before every chat prompt.")
+    environment: str | None = Field(
+        None,
+        description="What answers the model between the turns of a response: `calculator`, or your own as "
+        "`package.module:Class`. Absent: a response is one turn.",
+    )
+    turns: int = Field(
+        4, ge=1, description="`environment`: most turns that the model takes; sampling.max_tokens bounds all together."
+    )
+    environment_timeout_s: PositiveSeconds = Field(
+        10.0, description="`environment`: longest wait, in seconds, for an answer; past it the sample is failed."
+    )
     overlong: Literal["refuse", "drop"] = Field(
         "refuse",
         description="A prompt that leaves no room for a response: refuse to start, or drop it and say how many.",
@@ -91,13 +102,15 @@ class RewardSection(Section):
     """How a response is scored."""
 
     name: str = Field(
-        "exact", description="`exact`, `math_verify`, `reasoning_gym`, or your own as `package.module:function`."
+        "exact",
+        description="`exact`, `math_verify`, `reasoning_gym`, or your own as `package.module:function`, which reads "
+        "the last turn; what `task.environment` gives is added. `environment`: that alone.",
     )
     parts: dict[Text, Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
         None,
         min_length=1,
         description="Several rewards by name, each with its weight: the reward is their weighted sum, and each part is "
-        "stored. Absent: `name` alone, with weight 1.",
+        "stored. `environment` among them weighs what that gives, 1 otherwise. Absent: `name` alone, with weight 1.",
     )
     timeout_s: PositiveSeconds = Field(
         10.0, description="Deadline of one sample's reward, all its parts, in seconds; past it the sample is failed."

@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
+from counterflow.actors.environments import resolve_environment
 from counterflow.actors.rewards import resolve_rewards
 from counterflow.actors.tasks import TaskSet, load_task
 from counterflow.buffer.connection import Address
@@ -69,6 +70,7 @@ def check(config: RunConfig, run_id: str | None = None) -> tuple[Origin, TaskSet
     _check_engine(config)
     _check_model(config.model)
     resolve_rewards(config)
+    resolve_environment(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code

@@ -332,7 +332,7 @@ def test_reasoning_gym_reads_the_last_answer_tag_or_the_whole_response(completio
         ("no_such_module:reward", "no_such_module cannot be imported"),
         ("broken_reward:reward", "SyntaxError"),
         ("misbehaving_reward:rewards", "misbehaving_reward.py has no rewards"),
-        ("misbehaving_reward:leak", "is not a function"),
+        ("misbehaving_reward:leak", "cannot be called"),
         ("misbehaving_reward:", "package.module:function"),
         ("reasoning_gym", "needs task.kind = reasoning_gym, not jsonl"),
     ],
