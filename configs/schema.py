@@ -33,8 +33,8 @@ class RunSection(Section):
     deterministic: bool = Field(
         False,
         description="Sample each response from a seed made of `seed`, its group's admission number and its place in "
-        "the group, in batches that timing does not change, which is slower: a group depends on weights alone, and a "
-        "run of admission.max_lag=0 can be repeated bit for bit on machines of one kind.",
+        "the group. With actors.engine=transformers a group then depends on weights alone, and a run of "
+        "admission.max_lag=0 can be repeated bit for bit on machines of one kind; vLLM's batches may change last bits.",
     )
     overwrite: bool = Field(False, description="Replace a run folder of this name instead of refusing to start.")
     ray_address: str = Field(
