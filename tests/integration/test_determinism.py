@@ -23,7 +23,7 @@ from counterflow.learner.batch import microbatches
 from counterflow.learner.objective.loss import normalizer, policy_loss
 from counterflow.learner.objective.types import PolicyBatch
 from counterflow.learner.objective_choice import objective_spec
-from counterflow.learner.policy import Policy, load_model
+from counterflow.learner.policy import Policy, load_model, packing_of
 
 STEPS = 10
 OVERRIDES = [
@@ -93,7 +93,7 @@ async def plain_loop(config: RunConfig) -> Weights:
         sequences = sum(len(group.trajectories) for group in groups)
         tokens = sum(group.response_tokens for group in groups)
         scale = normalizer(spec.reduction, sequences, tokens, config.sampling.max_tokens)
-        for batch in microbatches(groups, config.learner.microbatch_tokens, 0):
+        for batch in microbatches(groups, config.learner.microbatch_tokens, 0, packing_of(config, model)):
             logprobs, _ = policy.logprobs(batch)
             whole = PolicyBatch(
                 logprobs=logprobs,
