@@ -61,6 +61,8 @@ class EmbeddedServer:
                 "auto-aof-rewrite-min-size": rewrite_bytes,
                 "auto-aof-rewrite-percentage": 100,
                 "maxmemory-policy": "noeviction",
+                # Token ids and log-probs shrink little, and the time is the server's only core's.
+                "rdbcompression": "no",
                 "pidfile": self._pid_file,
             },
         )
