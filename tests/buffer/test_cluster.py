@@ -78,16 +78,21 @@ class Cluster:
                 return index
         raise AssertionError
 
-    def move(self, key: str = COUNTER) -> None:
-        """Take the key's slot, and all the keys in it, to the next node."""
+    def move(self, key: str = COUNTER, pause_s: float = 0) -> None:
+        """Take the key's slot, and all the keys in it, to the next node, in two halves, with pauses."""
         source, slot = self.holder(key), self.clients[0].execute_command("CLUSTER KEYSLOT", key)
         target = (source + 1) % 3
         names = [client.execute_command("CLUSTER MYID") for client in self.clients]
         self.clients[target].execute_command("CLUSTER SETSLOT", slot, "IMPORTING", names[source])
         self.clients[source].execute_command("CLUSTER SETSLOT", slot, "MIGRATING", names[target])
-        keys = self.clients[source].execute_command("CLUSTER GETKEYSINSLOT", slot, 99)
-        port = self.nodes[target].port
-        self.clients[source].execute_command("MIGRATE", "127.0.0.1", port, "", 0, 5000, "KEYS", *keys)
+        time.sleep(pause_s)
+        # What comes new goes to the target already.
+        found = self.clients[source].execute_command("CLUSTER GETKEYSINSLOT", slot, 99)
+        for keys in (found[::2], found[1::2]):
+            if keys:
+                port = self.nodes[target].port
+                self.clients[source].execute_command("MIGRATE", "127.0.0.1", port, "", 0, 5000, "KEYS", *keys)
+            time.sleep(pause_s)
         for index in (target, source):
             self.clients[index].execute_command("CLUSTER SETSLOT", slot, "NODE", names[target])
 
@@ -110,6 +115,22 @@ def test_run_loses_groups_of_a_slot_that_moved(cluster: Cluster, origin: Origin)
         cluster.move(tag)
 
     live(cluster.address, origin, move)
+
+
+def test_slot_on_its_way_loses_groups_or_stops_the_run(cluster: Cluster, origin: Origin) -> None:
+    """Half of its keys are here, half there: what needs both is answered with ASK or TRYAGAIN."""
+    tag, threads = f"{{{origin.run_id}}}", []
+
+    def begin_to_move() -> None:
+        threads.append(threading.Thread(target=cluster.move, args=(tag, 0.4)))
+        threads[-1].start()
+
+    begin_to_move()
+    live(cluster.address, origin, lambda: None)
+    threads[-1].join()
+    live(cluster.address, origin, begin_to_move)
+    threads[-1].join()
+    assert [name for client in cluster.clients for name in client.keys(f"*{tag}*")] == []
 
 
 def test_run_ends_with_a_killed_node_of_its_cluster(cluster: Cluster, origin: Origin) -> None:
