@@ -3,21 +3,28 @@
 -- KEYS: state, leases, attempts, stream, producers, buffered
 -- ARGV: producer, its call, wanted, open_groups, capacity_groups, capacity_bytes, groups_per_step, lease_ms, max_attempts
 -- Returns {why, n, attempt, n, attempt, ...}; why is 0, or 1 when the lag budget is used up, or 2 when the buffer is full.
--- `producers` remembers each producer's latest answer, for a call repeated after its reply was lost.
+-- `producers` remembers each producer's latest answer, for a call repeated after its reply was lost, at least until the
+-- leases in it have run out: a producer that comes new takes away those of before.
 local state, leases, attempts, stream, producers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local producer, call = ARGV[1], ARGV[2]
 local numbers = {}
 for i = 3, #ARGV do numbers[i - 2] = tonumber(ARGV[i]) end
 local wanted, open_groups, capacity_groups, capacity_bytes, groups_per_step, lease_ms, max_attempts = unpack(numbers)
 
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
 local latest = redis.call('HGET', producers, producer)
 if latest then
   local made, answer = unpack(cjson.decode(latest))
   if made == call then return answer end
+else
+  local all = redis.call('HGETALL', producers)
+  for i = 1, #all, 2 do
+    if (cjson.decode(all[i + 1])[3] or 0) <= now then redis.call('HDEL', producers, all[i]) end
+  end
 end
 
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local answer = {0}
 
 local function number(field) return tonumber(redis.call('HGET', state, field) or '0') end
@@ -69,5 +76,5 @@ while #answer < 2 * wanted do
   redis.call('HINCRBY', state, 'generated', 1)
   lease(n)
 end
-if #answer > 1 then redis.call('HSET', producers, producer, cjson.encode({call, answer})) end
+if #answer > 1 then redis.call('HSET', producers, producer, cjson.encode({call, answer, now + lease_ms})) end
 return answer

@@ -1,6 +1,6 @@
 """Groups to Arrow IPC and back: nothing changes on the way, and nothing that is not a group of the run gets through.
 
-Token ids and log-probs of a decoded group are views of the entry's own bytes. Payloads are not trusted.
+Token ids and log-probs of a decoded group are views of its payload, unless it is to be kept. Payloads are not trusted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from bisect import bisect_right
 from functools import lru_cache
 from itertools import pairwise
 from struct import unpack_from
+from sys import intern
 from typing import Any
 
 import numpy as np
@@ -21,50 +22,60 @@ from counterflow.errors import EntryError
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
+_ROW, _NAMES = pa.struct(list(SCHEMA)), SCHEMA.names
 _HIGHEST_TOKEN_ID = np.iinfo(np.int32).max
 _LOWEST_LOGPROB = float(np.finfo(np.float32).min)
 # A probability is at most 1, but its logarithm in float32 may be rounded up past 0.
 _HIGHEST_LOGPROB = 1e-4
 
 
-def encode(group: Group, schema: pa.Schema) -> bytes:
+def encode(group: Group, schema: pa.Schema) -> memoryview:
     """Encode a group as one Arrow IPC stream. `schema` comes from `Origin.schema`."""
-    return b"".join((schema.serialize(), to_batch(group, schema).serialize(), END_OF_STREAM))
+    parts = schema.serialize(), to_batch(group, schema).serialize(), END_OF_STREAM
+    # Arrow's memory is used again; Python's, of this size, would be the system's anew each time.
+    payload = pa.allocate_buffer(sum(map(len, parts)))
+    with pa.FixedSizeBufferWriter(payload) as writer:
+        for part in parts:
+            writer.write(part)
+    return memoryview(payload).cast("B")
 
 
-def decode(payload: bytes, origin: Origin) -> Group:
-    """Decode what `encode` made, without copying token ids and log-probs.
+def decode(payload: bytes | memoryview, origin: Origin, *, keep: bool = False) -> Group:
+    """Decode what `encode` made: token ids and log-probs are views of the payload, or with `keep` copies.
 
     Raises:
         EntryError: the bytes are not one group of this schema version and origin, or its rows do not fit together.
     """
-    return from_batch(read_batch(payload, origin))
+    return from_batch(read_batch(payload, origin), keep=keep)
 
 
 def to_batch(group: Group, schema: pa.Schema) -> pa.RecordBatch:
     """The group as a record batch, one row a trajectory. `schema` comes from `Origin.schema`."""
-    rows, count = group.trajectories, len(group.trajectories)
-    columns = {
-        "group_id": [group.group_id] * count,
-        "admission": [group.admission] * count,
-        "prompt_id": [group.prompt_id] * count,
-        "sample_index": range(count),
-        "prompt_token_ids": [group.prompt_token_ids] * count,
-        "response_token_ids": [t.response_token_ids for t in rows],
-        "behavior_logprobs": [t.behavior_logprobs for t in rows],
-        "version_spans": [[(span.version, span.start, span.end) for span in t.version_spans] for t in rows],
-        "loss_mask": [t.loss_mask for t in rows],
-        "reward": [t.reward for t in rows],
-        "reward_parts": [t.reward_parts for t in rows],
-        "finish_reason": [t.finish_reason for t in rows],
-        "started_at": [group.started_at_us] * count,
-        "finished_at": [group.finished_at_us] * count,
-    }
-    arrays = [pa.array(columns[name], dtype) for name, dtype in zip(schema.names, schema.types, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    # One call for all columns: each call to Arrow costs more than what it does for a group.
+    rows = [
+        (
+            group.group_id,
+            group.admission,
+            group.prompt_id,
+            index,
+            group.prompt_token_ids,
+            t.response_token_ids,
+            t.behavior_logprobs,
+            [(span.version, span.start, span.end) for span in t.version_spans],
+            t.loss_mask,
+            t.reward,
+            t.reward_parts,
+            t.finish_reason,
+            group.started_at_us,
+            group.finished_at_us,
+        )
+        for index, t in enumerate(group.trajectories)
+    ]
+    batch = pa.RecordBatch.from_struct_array(pa.array(rows, _ROW))
+    return batch.replace_schema_metadata(schema.metadata)
 
 
-def read_batch(payload: bytes, origin: Origin) -> pa.RecordBatch:
+def read_batch(payload: bytes | memoryview, origin: Origin) -> pa.RecordBatch:
     """The record batch in a payload, its columns views of the payload.
 
     Raises:
@@ -88,8 +99,12 @@ def read_batch(payload: bytes, origin: Origin) -> pa.RecordBatch:
     return batch
 
 
-def from_batch(batch: pa.RecordBatch) -> Group:
+def from_batch(batch: pa.RecordBatch, *, keep: bool = False) -> Group:
     """The group in a record batch of `SCHEMA`, its token ids and log-probs views of the batch.
+
+    Args:
+        keep: copy them instead: a group that is kept long is smaller without its batch, which has the schema with it
+            and the prompt in each row.
 
     Raises:
         EntryError: the rows do not fit together, or hold what no sampler makes; names the first such row.
@@ -97,7 +112,7 @@ def from_batch(batch: pa.RecordBatch) -> Group:
     count = batch.num_rows
     if count == 0:
         raise EntryError("the group has no trajectory")
-    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    columns = dict(zip(_NAMES, batch.columns, strict=True))
     for name, column in columns.items():
         if column.null_count and not SCHEMA.field(name).nullable:
             raise EntryError(f"row {_first_null(column)}: {name} is null")
@@ -106,13 +121,13 @@ def from_batch(batch: pa.RecordBatch) -> Group:
             raise EntryError(f"row {row}: sample_index is {index}")
 
     prompts = _arrays(columns, "prompt_token_ids", 0, _HIGHEST_TOKEN_ID)
-    responses = _arrays(columns, "response_token_ids", 0, _HIGHEST_TOKEN_ID)
-    logprobs = _arrays(columns, "behavior_logprobs", _LOWEST_LOGPROB, _HIGHEST_LOGPROB)
+    responses = _arrays(columns, "response_token_ids", 0, _HIGHEST_TOKEN_ID, keep)
+    logprobs = _arrays(columns, "behavior_logprobs", _LOWEST_LOGPROB, _HIGHEST_LOGPROB, keep)
     spans = _spans(columns["version_spans"])
     masks = _masks(columns["loss_mask"])
     rewards = columns["reward"].to_pylist()
     parts = columns["reward_parts"].to_pylist()
-    reasons = columns["finish_reason"].to_pylist()
+    reasons = [intern(reason) for reason in columns["finish_reason"].to_pylist()]
     trajectories = tuple(
         Trajectory(responses[i], logprobs[i], spans[i], rewards[i], reasons[i], dict(parts[i] or ()), masks[i])
         for i in range(count)
@@ -124,7 +139,7 @@ def from_batch(batch: pa.RecordBatch) -> Group:
         group_id=_shared("group_id", columns["group_id"].to_pylist()),
         admission=_shared("admission", columns["admission"].to_pylist()),
         prompt_id=_shared("prompt_id", columns["prompt_id"].to_pylist()),
-        prompt_token_ids=prompts[0],
+        prompt_token_ids=prompts[0].copy() if keep else prompts[0],
         trajectories=trajectories,
         started_at_us=_shared("started_at", columns["started_at"].view(pa.int64()).to_pylist()),
         finished_at_us=_shared("finished_at", columns["finished_at"].view(pa.int64()).to_pylist()),
@@ -218,8 +233,10 @@ def _refuse_nulls(name: str, values: pa.Array, offsets: list[int]) -> None:
         raise EntryError(f"row {_row(offsets, _first_null(values))}: {name} holds a null")
 
 
-def _arrays(columns: dict[str, pa.Array], name: str, lowest: float, highest: float) -> list[npt.NDArray[Any]]:
-    """The rows of a column of lists of numbers, as views; each number must lie in `[lowest, highest]`."""
+def _arrays(
+    columns: dict[str, pa.Array], name: str, lowest: float, highest: float, keep: bool = False
+) -> list[npt.NDArray[Any]]:
+    """The rows of a column of lists of numbers, as views, of a copy with `keep`; each lies in `[lowest, highest]`."""
     values, offsets = _values(columns[name])
     _refuse_nulls(name, values, offsets)
     flat = values.to_numpy()
@@ -227,6 +244,8 @@ def _arrays(columns: dict[str, pa.Array], name: str, lowest: float, highest: flo
     if not (flat.min(initial=highest) >= lowest and flat.max(initial=lowest) <= highest):
         at = int(np.argmin((flat >= lowest) & (flat <= highest)))
         raise EntryError(f"row {_row(offsets, at)}: {name} holds {flat[at]}, not in [{lowest:g}, {highest:g}]")
+    if keep:
+        flat = flat.copy()
     return [flat[start:end] for start, end in pairwise(offsets)]
 
 

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Commit one optimizer step: the groups it trained leave the stream and the version moves, together or not at all.
--- KEYS: state, leases, attempts, stream, buffered, uses
+-- KEYS: state, leases, attempts, stream, buffered, uses, then the payload of each group
 -- ARGV: term, new version, uses of a group, recovering (0 or 1), then n and tokens of each group
 -- Recovering: the step is known to have been trained, while the server, its log cut short, may have forgotten its groups.
 local state, leases, attempts, stream, buffered, uses = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
@@ -43,6 +43,7 @@ for i = FIRST, #ARGV, 2 do
     if entry then
       local id, there, bytes = string.match(entry, '(%S+) (%d+) (%d+)')
       redis.call('XDEL', stream, id)
+      redis.call('DEL', KEYS[7 + (i - FIRST) / 2])
       redis.call('HDEL', buffered, n)
       count('tokens_buffered', -there)
       count('bytes_buffered', -bytes)

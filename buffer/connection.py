@@ -191,7 +191,14 @@ class _Outage:
 def _passes(address: Address, error: Exception) -> bool:
     if isinstance(error, redis.exceptions.MovedError):
         return address.cluster
-    return advice(error) is None and (isinstance(error, _PASSING) or str(error).startswith(_PASSING_WORDS))
+    return advice(error) is None and (isinstance(error, _PASSING) or _said(error).startswith(_PASSING_WORDS))
+
+
+def _said(error: Exception) -> str:
+    """The server's own words: of a transaction's error the client tells the command first, payload and all."""
+    told = first_line(error)
+    found = re.search(r"pipeline caused error: \(['\"](.*)['\"],\)$", told)
+    return found[1] if found else told
 
 
 def _unavailable(address: Address, what: str, error: Exception, tried_s: float | None = None) -> BufferUnavailable:
@@ -204,7 +211,7 @@ def _unavailable(address: Address, what: str, error: Exception, tried_s: float |
     )
     return BufferUnavailable(
         f"the buffer at {address.shown} {'went away during' if lost else 'refused'} {what} "
-        f"({first_line(error).rstrip('.')}{tried}): {mend}"
+        f"({_said(error).rstrip('.')}{tried}): {mend}"
     )
 
 

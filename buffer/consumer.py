@@ -7,18 +7,18 @@ knows what was trained. A consumer that arrives takes over from the one before i
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from counterflow.buffer.ahead import Ahead
 from counterflow.buffer.archive import Archive, read_steps
-from counterflow.buffer.codec import from_batch, read_batch
-from counterflow.buffer.connection import CLIENT_ERRORS, Address, connect, patiently
+from counterflow.buffer.codec import from_batch, to_batch
+from counterflow.buffer.connection import Address, connect, patiently
 from counterflow.buffer.reading import Reading, missing, next_freshest, next_in_admission_order, next_ready, stale
 from counterflow.buffer.shelf import Entry, Shelf
-from counterflow.buffer.standing import Standing, read_standing
+from counterflow.buffer.standing import Row, Standing, read_heard, read_standing
 from counterflow.buffer.store import Keys, ledger_by, script
 from counterflow.buffer.trajectory import Group, Origin
 from counterflow.errors import BufferUnavailable, DeadlineExceeded
@@ -51,17 +51,18 @@ class Consumer:
         version: int | None = None,
     ) -> None:
         self._address, self._client, self._archive = address, connect(address), archive
-        self._origin, self._keys = origin, Keys.of(origin.run_id)
+        self._origin, self._schema, self._keys = origin, origin.schema(), Keys.of(origin.run_id)
         self._reading, self._tell, self._on_stale = reading or Reading(), tell, on_stale
         self._term = f"learner-{secrets.token_hex(8)}"
         self._arrive, self._commit, self._release = (
             self._client.register_script(script(name)) for name in ("arrive", "commit", "release")
         )
         self._shelf = Shelf(address, self._client, self._keys, origin, self._term)
-        self._fetching: tuple[threading.Thread, threading.Event] | None = None
+        self._ahead = Ahead()
         # Sets are replaced, never changed: the thread that fetches ahead reads them.
         self._taken: frozenset[int] = frozenset()
         self._lost: frozenset[int] = frozenset()
+        self._rows: dict[bytes, Row] = {}
         self._filtered = 0
         standing = self._standing()
         self._server = standing.server
@@ -78,7 +79,7 @@ class Consumer:
         else:
             self._repeat_steps(standing.version)
         if server_before not in ("", self._server):
-            self._release_leases(0)
+            self.release_leases(0)
 
     def take(self, groups: int, timeout_s: float) -> list[Entry]:
         """The next `groups` groups, waiting until all are there. The batch after them is fetched while they are used.
@@ -86,7 +87,7 @@ class Consumer:
         Raises:
             DeadlineExceeded: they are not there after `timeout_s` seconds; says what is missing.
         """
-        self._stop_fetching_ahead()
+        self._ahead.end()
         deadline = time.monotonic() + timeout_s
         while True:
             standing = self._check_standing()
@@ -105,7 +106,7 @@ class Consumer:
         taken = self._shelf.take(chosen, self.version)
         self._taken |= set(chosen)
         self._filtered = 0
-        self._fetch_ahead(groups)
+        self._ahead.begin(partial(self._fetch_ahead, groups), _LOOK_AGAIN_S)
         return taken
 
     def commit(self, entries: Sequence[Entry], version: int) -> None:
@@ -116,7 +117,7 @@ class Consumer:
         """
         if version != self.version + 1:
             raise BufferUnavailable(f"the commit of version {version} does not follow version {self.version}")
-        self._check_standing()
+        self._check_heard()
         trained = [(e.group.admission, e.group.response_tokens) for e in entries]
         numbers = {n for n, _ in trained}
         if strangers := numbers - self._taken:
@@ -124,7 +125,7 @@ class Consumer:
                 f"groups {sorted(strangers)} were not taken, or trained before: take each batch anew"
             )
         if self._archive is not None:
-            batches = [read_batch(e.payload, self._origin) for e in entries]
+            batches = [to_batch(e.group, self._schema) for e in entries]
             self._archive.append(self.version, batches, [e.passage for e in entries])
         self.version = version
         try:
@@ -138,9 +139,10 @@ class Consumer:
         self._taken -= numbers
         self._lost -= numbers
 
-    def release_leases(self) -> None:
-        """Give out again at once what is being generated: for when no actor lives."""
-        self._release_leases(0)
+    def release_leases(self, known_lost: int = 0) -> None:
+        """Give out again at once what is being generated: for when no actor lives, or the server forgot groups."""
+        keys = [self._keys.state, self._keys.leases, self._keys.attempts]
+        self._ask("the release of leases", lambda: self._release(keys=keys, args=[known_lost]))
 
     def ledger(self) -> Ledger:
         """Where every group of the run is now."""
@@ -148,7 +150,7 @@ class Consumer:
 
     def close(self) -> None:
         """Stop fetching; close the connections and the archive."""
-        self._stop_fetching_ahead()
+        self._ahead.end()
         self._client.close()
         if self._archive is not None:
             self._archive.close()
@@ -186,46 +188,39 @@ class Consumer:
         self._filtered += len(flat)
         return bool(flat)
 
-    def _fetch_ahead(self, groups: int) -> None:
-        stop = threading.Event()
-
-        def run() -> None:
-            # Whatever goes wrong here will go wrong again, and be told, when the batch is taken.
-            with suppress(*CLIENT_ERRORS):
-                while True:
-                    standing = read_standing(self._client, self._keys)
-                    chosen = self._choose(groups, standing)
-                    here = {n: standing.buffered[n] for n in chosen if n in standing.buffered}
-                    sound = self._shelf.fetch_ahead(here, self.version)
-                    if not sound or len(here) == groups or stop.wait(_LOOK_AGAIN_S):
-                        return
-
-        thread = threading.Thread(target=run, name="fetch ahead", daemon=True)
-        self._fetching = thread, stop
-        thread.start()
-
-    def _stop_fetching_ahead(self) -> None:
-        if self._fetching is not None:
-            thread, stop = self._fetching
-            stop.set()
-            thread.join()
-            self._fetching = None
+    def _fetch_ahead(self, groups: int) -> bool:
+        """Fetch what is there of the next batch; True when it is all there, or something keeps it from being."""
+        standing = read_standing(self._client, self._keys, self._rows)
+        chosen = self._choose(groups, standing)
+        here = {n: standing.buffered[n] for n in chosen if n in standing.buffered}
+        return not self._shelf.fetch_ahead(here, self.version) or len(here) == groups
 
     def _check_standing(self) -> Standing:
         """How the run stands, the server knowing all it was told and this learner being the one that it hears."""
         standing = self._standing()
         if standing.server != self._server:
-            self._stop_fetching_ahead()
+            self._ahead.end()
             standing = self._come_back()
-        if not standing.term:
+        self._check_term(standing.term)
+        self._known = frozenset(standing.buffered)
+        return standing
+
+    def _check_heard(self) -> None:
+        """The same, without the reading of the directory where the server is the one of before."""
+        server, term = self._ask("the state of the run", partial(read_heard, self._client, self._keys))
+        if server == self._server:
+            self._check_term(term)
+        else:
+            self._check_standing()
+
+    def _check_term(self, term: str) -> None:
+        if not term:
             raise BufferUnavailable(
                 f"run {self._origin.run_id} was removed from the buffer at {self._address.shown}: end this learner, "
                 "and see who else uses that server"
             )
-        if standing.term != self._term:
+        if term != self._term:
             raise self._superseded()
-        self._known = frozenset(standing.buffered)
-        return standing
 
     def _come_back(self) -> Standing:
         """The server was started again, and may have lost the end of its log, this learner's doings included.
@@ -243,7 +238,7 @@ class Consumer:
                     continue
                 raise
             gone = self._known - before.buffered.keys() - repeated - self._taken
-            self._release_leases(len(gone))
+            self.release_leases(len(gone))
             now = self._standing()
             if now.server == self._server:
                 break
@@ -257,13 +252,8 @@ class Consumer:
     def _take_over(self, *terms: str) -> tuple[str, str]:
         """Be the learner that is heard, following `terms` only if given; term and server's name of the one before."""
         args = [self._term, self._server, *terms]
-        found = self._ask("the learner's arrival", lambda: self._arrive(keys=[self._keys.state], args=args))
-        term, server = (text.decode() for text in found)
-        return term, server
-
-    def _release_leases(self, known_lost: int) -> None:
-        keys = [self._keys.state, self._keys.leases, self._keys.attempts]
-        self._ask("the release of leases", lambda: self._release(keys=keys, args=[known_lost]))
+        term, server = self._ask("the learner's arrival", lambda: self._arrive(keys=[self._keys.state], args=args))
+        return term.decode(), server.decode()
 
     def _repeat_steps(self, version: int) -> set[int]:
         """Tell the server the archived steps past `version`; returns the admission numbers that they trained."""
@@ -285,12 +275,15 @@ class Consumer:
     def _commit_step(self, version: int, trained: Sequence[tuple[int, int]], recovering: bool) -> None:
         k = self._keys
         numbers = [number for pair in trained for number in pair]
-        keys = [k.state, k.leases, k.attempts, k.stream, k.buffered, k.uses]
+        keys = [k.state, k.leases, k.attempts, k.stream, k.buffered, k.uses, *(k.payload(n) for n, _ in trained)]
         args = [self._term, version, self._reading.uses, int(recovering), *numbers]
         self._ask(f"the commit of version {version}", lambda: self._commit(keys=keys, args=args))
 
     def _standing(self) -> Standing:
-        found: Standing = self._ask("the state of the run", lambda: read_standing(self._client, self._keys))
+        found: Standing = self._ask(
+            "the state of the run", partial(read_standing, self._client, self._keys, self._rows)
+        )
+        self._rows = {row.text: row for row in found.buffered.values()}
         return found
 
     def _superseded(self) -> BufferUnavailable:

@@ -13,7 +13,7 @@ from counterflow.buffer.store import REMEMBERED_ANSWERS, Keys, script
 from counterflow.buffer.trajectory import Group
 from counterflow.errors import EntryError
 
-_MOST_AT_ONCE_BYTES = 16 << 20
+_MOST_AT_ONCE_BYTES = 2 << 20
 
 
 class Closed(Enum):
@@ -48,12 +48,12 @@ class _Addition:
 
     call: str
     group: Group
-    payload: bytes
+    payload: bytes | memoryview
 
-    def arguments(self) -> list[str | int | bytes]:
+    def arguments(self) -> list[str | int]:
         """As add.lua takes them."""
         oldest, newest = (-1 if v is None else v for v in (self.group.oldest_version, self.group.newest_version))
-        return [self.call, self.group.admission, self.group.response_tokens, oldest, newest, self.payload]
+        return [self.call, self.group.admission, self.group.response_tokens, oldest, newest]
 
 
 class Producer:
@@ -73,9 +73,7 @@ class Producer:
         self._name, self._calls = secrets.token_hex(8), 0
         self._largest_bytes: int | None = None
         self._flush = Flush(self._send, lambda addition: len(addition.payload), _MOST_AT_ONCE_BYTES)
-        self._admit, self._add, self._fail = (
-            self._client.register_script(script(name)) for name in ("admit", "add", "fail")
-        )
+        self._admit, self._fail = (self._client.register_script(script(name)) for name in ("admit", "fail"))
 
     async def admit(self, open_groups: int, wanted: int) -> tuple[list[Lease], Closed | None]:
         """Lease up to `wanted` groups with admission numbers below `open_groups`; if fewer, also why."""
@@ -89,7 +87,7 @@ class Producer:
         leases = [Lease(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
         return leases, Closed(why) if why else None
 
-    async def add(self, group: Group, payload: bytes) -> bool:
+    async def add(self, group: Group, payload: bytes | memoryview) -> bool:
         """Append a finished group, `payload` in Arrow; False when another of its number is there.
 
         Raises:
@@ -118,13 +116,23 @@ class Producer:
 
     async def _send(self, additions: Sequence[_Addition]) -> list[bool]:
         k = self._keys
-        keys = [k.state, k.leases, k.attempts, k.stream, k.buffered, k.answered]
+        payloads = [k.payload(addition.group.admission) for addition in additions]
+        keys = [k.state, k.leases, k.attempts, k.stream, k.buffered, k.answered, *payloads]
         args = [REMEMBERED_ANSWERS, *(arg for addition in additions for arg in addition.arguments())]
+
+        async def call() -> list[int]:
+            async with self._client.pipeline(transaction=True) as pipeline:
+                for key, addition in zip(payloads, additions, strict=True):
+                    pipeline.set(key, addition.payload, nx=True)
+                # Not by its hash: a server that had just been started again would keep the payloads and refuse it.
+                pipeline.eval(script("add"), len(keys), *keys, *args)
+                answers: list[int] = (await pipeline.execute())[-1]
+                return answers
+
         what = f"the addition of {'group' if len(additions) == 1 else 'groups'} " + ", ".join(
             str(addition.group.admission) for addition in additions
         )
-        answers = await patiently_async(self._address, what, lambda: self._add(keys=keys, args=args))
-        return [bool(kept) for kept in answers]
+        return [bool(kept) for kept in await patiently_async(self._address, what, call)]
 
     async def _check_size(self, admission: int, size: int) -> None:
         if self._largest_bytes is None:

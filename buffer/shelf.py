@@ -1,4 +1,4 @@
-"""The learner's shelf: entries of the stream, fetched by their ids, checked and decoded, some ahead of their turn.
+"""The learner's shelf: groups on the stream, fetched by their numbers, checked and decoded, some ahead of their turn.
 
 What cannot be a group of the run goes to quarantine here. Nothing here chooses what is trained. One thread at a time.
 """
@@ -23,16 +23,13 @@ _CHUNK = 32
 _QUARANTINED = 100
 """Entries that the quarantine keeps: the latest."""
 
-Fields = dict[bytes, bytes]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """A group on the stream, and the same in Arrow; the group's arrays are views of the payload."""
+    """A group on the stream."""
 
     entry_id: bytes
     group: Group
-    payload: bytes
     added_at: int
     """The learner's version when the group was added, as far as the server knew it."""
     taken_at: int = -1
@@ -67,9 +64,9 @@ class Shelf:
         """
         self._entries = {n: e for n, e in self._entries.items() if n not in rows or e.entry_id == rows[n].entry_id}
         bad = []
-        for n, fields in self._ask("the read of groups", lambda: self._read(rows)):
+        for n, payload in self._ask("the read of groups", lambda: self._read(rows)):
             try:
-                self._entries[n] = self._decode(n, rows[n], fields, newest_version)
+                self._entries[n] = self._decode(n, rows[n], payload, newest_version)
             except EntryError as error:
                 bad.append(n)
                 self._call_drop(rows[n].entry_id, str(n), "poison", str(error), _QUARANTINED)
@@ -82,8 +79,8 @@ class Shelf:
             redis.RedisError, OSError: the server does not answer now.
         """
         try:
-            for n, fields in self._read(rows):
-                self._entries[n] = self._decode(n, rows[n], fields, newest_version)
+            for n, payload in self._read(rows):
+                self._entries[n] = self._decode(n, rows[n], payload, newest_version)
         except EntryError:
             return False
         return True
@@ -127,34 +124,30 @@ class Shelf:
                 return
             start = b"(" + entries[-1][0]
 
-    def _read(self, rows: Mapping[int, Row]) -> list[tuple[int, Fields]]:
-        """Number and fields of those that are not here; no fields where the entry is gone."""
+    def _read(self, rows: Mapping[int, Row]) -> list[tuple[int, bytes]]:
+        """Number and payload of those that are not here; an empty one where it is gone."""
         missing = [n for n in rows if n not in self._entries]
-        with self._client.pipeline(transaction=False) as pipeline:
-            for n in missing:
-                pipeline.xrange(self._keys.stream, rows[n].entry_id, rows[n].entry_id)
-            answers: list[Any] = pipeline.execute()
-        return [(n, found[0][1] if found else {}) for n, found in zip(missing, answers, strict=True)]
+        payloads: list[Any] = []
+        for at in range(0, len(missing), _CHUNK):
+            payloads += self._client.mget([self._keys.payload(n) for n in missing[at : at + _CHUNK]])  # type: ignore[operator]
+        return [(n, payload or b"") for n, payload in zip(missing, payloads, strict=True)]
 
     def _range(self, start: bytes) -> Any:
         return self._client.xrange(self._keys.stream, start, "+", count=_CHUNK)
 
-    def _decode(self, n: int, row: Row, fields: Fields, newest_version: int) -> Entry:
-        payload = fields.get(b"payload", b"")
-        group = decode(payload, self._origin)
+    def _decode(self, n: int, row: Row, payload: bytes, newest_version: int) -> Entry:
+        group = decode(payload, self._origin, keep=True)
         if group.admission != n:
             raise EntryError(f"the entry is of group {n}, its payload of group {group.admission}")
-        if str(group.response_tokens).encode() != fields.get(b"tokens"):
-            raise EntryError(
-                f"the entry says {fields.get(b'tokens')!r} tokens, its payload has {group.response_tokens}"
-            )
+        if group.response_tokens != row.tokens:
+            raise EntryError(f"the entry says {row.tokens} tokens, its payload has {group.response_tokens}")
         if group.newest_version is not None and group.newest_version > newest_version:
             raise EntryError(f"a token of version {group.newest_version}, while the learner's is {newest_version}")
-        return Entry(row.entry_id, group, payload, row.added_at)
+        return Entry(row.entry_id, group, row.added_at)
 
     def _call_drop(self, entry_id: bytes, n: str, reason: str, detail: str, quarantined: int) -> None:
         k = self._keys
-        keys = [k.state, k.stream, k.buffered, k.uses, k.quarantine]
+        keys = [k.state, k.stream, k.buffered, k.uses, k.quarantine, k.payload(n)]
         args = [self._term, entry_id, n, reason, detail, quarantined]
         self._ask(f"the drop of group {n or entry_id.decode()}", lambda: self._drop(keys=keys, args=args))
 

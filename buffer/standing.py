@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 import redis
@@ -10,7 +12,7 @@ import redis
 from counterflow.buffer.store import Keys
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """A group on the stream, in the run's directory of groups."""
 
@@ -20,12 +22,15 @@ class Row:
     """Of the weights that sampled its tokens; -1 without tokens."""
     added_at: int
     """The learner's version when the group was added, as far as the server knew it."""
+    tokens: int
+    text: bytes = b""
+    """As it stands in the directory."""
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
         """The row that add.lua wrote."""
-        entry_id, _, _, oldest, newest, added_at = text.split()
-        return cls(entry_id, int(oldest), int(newest), int(added_at))
+        entry_id, tokens, _, oldest, newest, added_at = text.split()
+        return cls(entry_id, int(oldest), int(newest), int(added_at), int(tokens), text)
 
     @property
     def arrival(self) -> tuple[int, ...]:
@@ -51,29 +56,49 @@ class Standing:
     """Entries on the stream that are not in the directory."""
 
 
-def read_standing(client: redis.Redis, keys: Keys) -> Standing:
-    """How the run stands now. Raises what the client raises."""
-    # The name first: a server that starts in between is then found out the next time.
-    server = _name(client, keys)
+def read_standing(client: redis.Redis, keys: Keys, known: Mapping[bytes, Row] = MappingProxyType({})) -> Standing:
+    """How the run stands now. Raises what the client raises.
+
+    Args:
+        known: rows of the directory by their texts, which are not parsed again.
+    """
     with client.pipeline(transaction=True) as pipeline:
+        server = _ask_name(client, keys, pipeline)
         pipeline.hmget(keys.state, "term", "version", "admitted")
         pipeline.zrange(keys.leases, 0, -1, withscores=True)
         pipeline.hgetall(keys.buffered)
         pipeline.xlen(keys.stream)
         answers: list[Any] = pipeline.execute()
-    (term, version, admitted), leases, buffered, entries = answers
+    *told, (term, version, admitted), leases, buffered, entries = answers
     return Standing(
-        server=server,
+        server=server or _name(told[0]),
         term=(term or b"").decode(),
         version=int(version or 0),
         admitted=int(admitted or 0),
         leases={int(n): ends_ms / 1000 for n, ends_ms in leases},
-        buffered={int(n): Row.parse(text) for n, text in buffered.items()},
+        buffered={int(n): known.get(text) or Row.parse(text) for n, text in buffered.items()},
         strangers=entries - len(buffered),
     )
 
 
-def _name(client: redis.Redis, keys: Keys) -> str:
+def read_heard(client: redis.Redis, keys: Keys) -> tuple[str, str]:
+    """The name of the server process, and the term of the learner that it hears. Raises what the client raises."""
+    with client.pipeline(transaction=True) as pipeline:
+        server = _ask_name(client, keys, pipeline)
+        answers: list[Any] = pipeline.hget(keys.state, "term").execute()
+    return server or _name(answers[0]), (answers[-1] or b"").decode()
+
+
+def _ask_name(client: redis.Redis, keys: Keys, pipeline: Any) -> str:
+    """The server's name, or an empty one where the pipeline will tell it: a cluster's has no room for the question.
+
+    It comes first: a server that starts in between is then found out the next time.
+    """
     if isinstance(client, redis.RedisCluster):
-        return str(client.info("server", target_nodes=client.get_node_from_key(keys.state))["run_id"])
-    return str(client.info("server")["run_id"])
+        return _name(client.info("server", target_nodes=client.get_node_from_key(keys.state)))
+    pipeline.info("server")
+    return ""
+
+
+def _name(info: dict[str, Any]) -> str:
+    return str(info["run_id"])

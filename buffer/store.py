@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import redis
 
@@ -30,11 +31,11 @@ class Keys:
     leases: str
     """Sorted set: admission numbers being generated, by the Unix time in ms at which their lease ends."""
     producers: str
-    """Hash: the latest leases that each producer was given."""
+    """Hash: the latest leases that each producer was given, at least until they have run out."""
     attempts: str
     """Hash: how often each leased group was given out."""
     stream: str
-    """Stream: the groups, as Arrow."""
+    """Stream: number and tokens of the groups, in the order of their arrival."""
     buffered: str
     """Hash, the directory: of each group on the stream its entry id, tokens, bytes, oldest and newest version, and the
     learner's version at its addition."""
@@ -44,11 +45,17 @@ class Keys:
     """Sorted set: the latest answers to producers."""
     quarantine: str
     """Stream: the latest entries that could not be read, with the reason."""
+    payloads: str
+    """How the keys begin that hold the groups on the stream, as Arrow: strings, which the server need not copy."""
 
     @classmethod
     def of(cls, run_id: str) -> Keys:
         """The keys of the run called `run_id`."""
         return cls(**{field.name: f"counterflow:{{{run_id}}}:{field.name}" for field in fields(cls)})
+
+    def payload(self, n: int | str) -> str:
+        """The key of group `n` as Arrow: there as long as the directory has the group."""
+        return f"{self.payloads}:{n}"
 
 
 @cache
@@ -92,9 +99,7 @@ def finish(address: Address, run_id: str) -> Ledger:
     """
     client, k = connect(address), Keys.of(run_id)
     try:
-        keys = [k.state, k.leases, k.attempts, k.stream, k.buffered, k.uses]
-        end = client.register_script(script("finish"))
-        patiently(address, f"the end of run {run_id}", lambda: end(keys=keys))
+        patiently(address, f"the end of run {run_id}", lambda: _abandon_rest(client, k))
         return ledger_by(client, address, run_id)
     finally:
         client.close()
@@ -106,12 +111,23 @@ def forget(address: Address, run_id: str) -> None:
     Raises:
         BufferUnavailable: the server went away, or refuses.
     """
-    client = connect(address)
+    client, k = connect(address), Keys.of(run_id)
     try:
         with asking(address, f"the removal of run {run_id}"):
-            client.unlink(*astuple(Keys.of(run_id)))
+            _abandon_rest(client, k)
+            client.unlink(*astuple(k))
     finally:
         client.close()
+
+
+def _abandon_rest(client: redis.Redis, k: Keys) -> None:
+    """Take everything from the stream. A script has to be told all keys: they are read anew where they changed."""
+    end = client.register_script(script("finish"))
+    while True:
+        numbers: Any = client.hkeys(k.buffered)
+        payloads = [k.payload(n.decode()) for n in numbers]
+        if end(keys=[k.state, k.leases, k.attempts, k.stream, k.buffered, k.uses, *payloads], args=numbers):
+            return
 
 
 def _as_ledger(state: Mapping[bytes, bytes], buffered: int, in_flight: int) -> Ledger:

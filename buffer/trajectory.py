@@ -42,7 +42,7 @@ SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Response tokens `[start, end)` were sampled by the weights of this policy version."""
 
@@ -51,7 +51,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One sampled response.
 
@@ -69,7 +69,7 @@ class Trajectory:
     loss_mask: BoolArray | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """The trajectories of one prompt: the unit that is admitted, streamed, acknowledged and trained."""
 
@@ -100,7 +100,7 @@ class Group:
         return (span.version for t in self.trajectories for span in t.version_spans if span.end > span.start)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Passage:
     """A group's way through the buffer, in learner versions."""
 
@@ -110,7 +110,7 @@ class Passage:
     """The learner's when it first took the group; after a restart, when the new learner first did."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Origin:
     """What every group of a run shares: the metadata of its record batches, checked by the reader."""
 

@@ -189,7 +189,7 @@ class _Simulation:
         del self._leases[n]
         spans = _spans(actor.served, start, self._now)
         entry_id = f"{next(self._order)}-0".encode()
-        row = Row(entry_id, spans[0].version, spans[-1].version, self._version)
+        row = Row(entry_id, spans[0].version, spans[-1].version, self._version, _TOKENS)
         self._buffer[n] = _Arrived(row, spans)
 
     def _crash(self, index: int) -> None:

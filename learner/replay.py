@@ -22,7 +22,7 @@ def entries_of(step: ArchivedStep) -> list[Entry]:
     """The groups of an archived step, as they were when they were trained."""
     passages = step.passages or [Passage(-1, -1)] * len(step.groups)
     return [
-        Entry(b"", from_batch(batch), b"", passage.added_at, passage.taken_at)
+        Entry(b"", from_batch(batch), passage.added_at, passage.taken_at)
         for batch, passage in zip(step.groups, passages, strict=True)
     ]
 

@@ -84,6 +84,20 @@ def test_tensors_are_copies_of_the_entry() -> None:
         assert entry.address <= torch.from_numpy(array).data_ptr() < entry.address + entry.size
 
 
+@given(groups)
+def test_kept_group_holds_on_to_its_payload(group: Group) -> None:
+    payload = encode(group, SCHEMA)
+    entry = pa.py_buffer(payload)
+    kept = decode(payload, ORIGIN, keep=True)
+    assert same(kept, group)
+    for array in (
+        kept.prompt_token_ids,
+        *(array for t in kept.trajectories for array in (t.response_token_ids, t.behavior_logprobs)),
+    ):
+        assert not entry.address <= array.ctypes.data < entry.address + entry.size
+    assert to_batch(kept, SCHEMA) == to_batch(group, SCHEMA)
+
+
 def test_group_takes_more_than_ten_bytes_a_token() -> None:
     group = large_group(tokens=512, loss_mask=True)
     assert len(encode(group, SCHEMA)) <= 10 * group.response_tokens
@@ -228,7 +242,7 @@ def test_second_group_of_an_entry_is_lost(group: Group) -> None:
 def test_bytes_behind_the_group_are_ignored(group: Group) -> None:
     payload = encode(group, SCHEMA)
     with pytest.raises(EntryError, match=f"ends at byte {len(payload)} of {len(payload) + 1}"):
-        decode(payload + b"!", ORIGIN)
+        decode(bytes(payload) + b"!", ORIGIN)
 
 
 def test_entry_that_is_no_arrow_stream_says_nothing(group: Group) -> None:
@@ -305,7 +319,7 @@ def decode_mutations(count: int) -> None:
     assert process.memory_info().rss - resident < 64 * 2**20
 
 
-def mutated(entries: list[bytes], chance: random.Random) -> bytes:
+def mutated(entries: list[memoryview], chance: random.Random) -> bytes:
     entry = bytearray(chance.choice(entries))
     size = len(entry)
     match chance.randrange(5):

@@ -12,7 +12,7 @@ from groups import make_group
 from produce import add, fill, lease_all, produce, say_again
 
 from counterflow.buffer.archive import Archive, read_steps
-from counterflow.buffer.codec import encode, read_batch
+from counterflow.buffer.codec import encode, to_batch
 from counterflow.buffer.connection import Address, connect
 from counterflow.buffer.consumer import Consumer
 from counterflow.buffer.producer import Capacity, Closed, Lease, Producer
@@ -286,7 +286,7 @@ def test_learner_killed_between_archive_and_commit_trains_a_step_twice(
     archive = Archive(tmp_path / "archive", origin)
     first = Consumer(server, origin, archive)
     entries = first.take(2, timeout_s=5)
-    archive.append(0, [read_batch(e.payload, origin) for e in entries])
+    archive.append(0, [to_batch(e.group, origin.schema()) for e in entries])
     # The process dies here.
     archive.close()
     second = Consumer(server, origin, Archive(tmp_path / "archive", origin))
@@ -319,14 +319,25 @@ def test_entry_of_a_stranger_is_trained_or_stays(server: Address, origin: Origin
     client.close()
 
 
-def test_entry_that_somebody_deleted_is_waited_for(server: Address, origin: Origin) -> None:
+def test_payload_that_somebody_deleted_is_waited_for(server: Address, origin: Origin) -> None:
     fill(server, origin, [0, 1, 2])
-    client, k = connect(server), Keys.of(origin.run_id)
-    ((entry_id, _),) = client.xrange(k.stream, count=1)
-    client.xdel(k.stream, entry_id)
-    client.close()
+    with connect(server) as client:
+        client.delete(Keys.of(origin.run_id).payload(0))
     assert admissions(Consumer(server, origin).take(2, timeout_s=5)) == [1, 2]
-    assert read_ledger(server, origin.run_id).dropped == {"poison": 1}
+    ledger = read_ledger(server, origin.run_id)
+    assert ledger.dropped == {"poison": 1} and ledger.closes
+
+
+def test_entry_that_somebody_deleted_takes_its_group_along(server: Address, origin: Origin) -> None:
+    fill(server, origin, [0, 1, 2])
+    with connect(server) as client:
+        k = Keys.of(origin.run_id)
+        ((entry_id, _),) = client.xrange(k.stream, count=1)
+        client.xdel(k.stream, entry_id)
+        consumer = Consumer(server, origin)
+        consumer.commit(consumer.take(3, timeout_s=5), version=1)
+        assert read_ledger(server, origin.run_id).trained == 3
+        assert client.xlen(k.stream) == 0
 
 
 def test_quarantine_grows_with_the_run(server: Address, origin: Origin) -> None:

@@ -208,6 +208,8 @@ def test_kills_lose_groups_or_train_them_twice(tmp_path: Path, setting: Setting)
         chaos.calm()
         assert chaos.learner.exitcode == 0
         found = find(tmp_path)
+        with connect(server.address) as client:
+            assert list(client.scan_iter(f"{Keys.of(ORIGIN.run_id).payloads}*")) == [], "payloads without a group"
     ledger = found.ledger
     print(f"killed {dict(chaos.killed)}; {ledger}")
     steps = list(read_steps(tmp_path / "archive"))

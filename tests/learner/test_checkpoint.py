@@ -57,7 +57,7 @@ def configured(model: Path, **learner: Any) -> RunConfig:
 
 def entries(step: int) -> list[Entry]:
     groups = [make_group(2 * step + i, samples=3, tokens=3 + step % 3) for i in range(2)]
-    return [Entry(b"", group, b"", 0, 0) for group in groups]
+    return [Entry(b"", group, 0, 0) for group in groups]
 
 
 def weights(trainer: Trainer) -> torch.Tensor:

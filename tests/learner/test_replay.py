@@ -72,7 +72,7 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
         for step in range(STEPS):
             version = 0 if step == 3 else step
             groups = [hard_group(2 * step, version), make_group(2 * step + 1, samples=5, tokens=5, version=step)]
-            entries = [Entry(b"", group, b"", step, step) for group in groups]
+            entries = [Entry(b"", group, step, step) for group in groups]
             recorder.add_step(trainer.train(entries)[0])
             archive.append(step, [batch_of(group, origin) for group in groups], [Passage(step, step)] * 2)
             if step == 2:
