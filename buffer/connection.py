@@ -189,7 +189,8 @@ class _Outage:
 
 
 def _passes(address: Address, error: Exception) -> bool:
-    if isinstance(error, redis.exceptions.MovedError):
+    # MovedError is one too: the slot is elsewhere, or, within a transaction, on its way there.
+    if isinstance(error, redis.exceptions.AskError):
         return address.cluster
     return advice(error) is None and (isinstance(error, _PASSING) or _said(error).startswith(_PASSING_WORDS))
 
