@@ -14,6 +14,7 @@ from counterflow.buffer.trajectory import Group
 from counterflow.errors import EntryError
 
 _MOST_AT_ONCE_BYTES = 2 << 20
+"""Of additions that travel together: more takes new memory each time, and keeps the learner waiting for the server."""
 
 
 class Closed(Enum):
