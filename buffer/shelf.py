@@ -129,7 +129,7 @@ class Shelf:
         missing = [n for n in rows if n not in self._entries]
         payloads: list[Any] = []
         for at in range(0, len(missing), _CHUNK):
-            payloads += self._client.mget([self._keys.payload(n) for n in missing[at : at + _CHUNK]])  # type: ignore[operator]
+            payloads += self._client.mget([self._keys.payload(n) for n in missing[at : at + _CHUNK]])
         return [(n, payload or b"") for n, payload in zip(missing, payloads, strict=True)]
 
     def _range(self, start: bytes) -> Any:
