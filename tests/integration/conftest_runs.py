@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import yaml
+
+from counterflow.buffer.archive import read_steps
+from counterflow.cli_ledger import find
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -55,6 +60,30 @@ def wait_for(process: subprocess.Popen[str], pattern: str) -> str:
         if re.search(pattern, line):
             return read
     pytest.fail(f"the run ended before it said {pattern!r}:\n{read}")
+
+
+def resume(start: Start, folder: Path, *options: str) -> subprocess.Popen[str]:
+    """Go on with the run in `folder`."""
+    return start(folder, Path("--resume"), str(folder / "runs" / "run"), *options)
+
+
+def trained_once(run: Path, steps: int, groups_per_step: int) -> None:
+    """See that every group was trained once and in order, that the ledger closes, and that each step has its record."""
+    archived = list(read_steps(run / "archive"))
+    assert [step.learner_version for step in archived] == list(range(steps))
+    trained = [batch.column("admission")[0].as_py() for step in archived for batch in step.groups]
+    assert trained == list(range(steps * groups_per_step))
+    found = find(run)
+    assert found.complaints == [] and found.ledger.trained == steps * groups_per_step
+    assert found.ledger.closes and found.ledger.buffered == found.ledger.in_flight == 0
+    assert pq.read_table(run / "metrics.parquet").column("step").to_pylist() == list(range(1, steps + 1))
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -10,14 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest_runs import Start, command_line, family, shared_memory, wait_for, write_inputs
+from conftest_runs import Start, command_line, family, resume, shared_memory, trained_once, wait_for, write_inputs
 from safetensors.torch import load_file
 
-from counterflow.buffer.archive import read_steps
-from counterflow.cli_ledger import find
 from counterflow.configs import load_config
 from counterflow.learner.replay import replay
 from counterflow.learner.trainer import Trainer
@@ -32,20 +29,9 @@ def learner_of(process: subprocess.Popen[str]) -> psutil.Process | None:
     return None
 
 
-def resume(start: Start, folder: Path, *options: str) -> subprocess.Popen[str]:
-    return start(folder, Path("--resume"), str(folder / "runs" / "run"), *options)
-
-
 def check(run: Path, steps: int) -> None:
     """Every group once and in order, the ledger closed, one record a step; and weights as of a life without deaths."""
-    archived = list(read_steps(run / "archive"))
-    assert [step.learner_version for step in archived] == list(range(steps))
-    trained = [batch.column("admission")[0].as_py() for step in archived for batch in step.groups]
-    assert trained == list(range(steps * PER_STEP))
-    found = find(run)
-    assert found.complaints == [] and found.ledger.trained == steps * PER_STEP
-    assert found.ledger.closes and found.ledger.buffered == found.ledger.in_flight == 0
-    assert pq.read_table(run / "metrics.parquet").column("step").to_pylist() == list(range(1, steps + 1))
+    trained_once(run, steps, PER_STEP)
     trainer = Trainer(load_config(run / "config.yaml"))
     assert len(list(replay(trainer, run / "archive", None, float("inf")))) == steps
     saved = load_file(run / "model" / "model.safetensors")
