@@ -20,6 +20,7 @@ from counterflow.actors.decoding import Decoding, End, sampled_from
 from counterflow.actors.generation import Completion
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import WeightSyncError
+from counterflow.weight_sync.adapter import Merger
 from counterflow.weight_sync.fingerprint import Fingerprints, by_group, fingerprint, in_wire_dtype
 from counterflow.weight_sync.layout import Layout, named_weights
 from counterflow.weight_sync.publisher import Shipment
@@ -46,6 +47,7 @@ class TransformersEngine:
         self._open.set()
         self._idle.set()
         self._layout: Layout
+        self._merger: Merger | None = None
         self._receiver: str
         self._source: Source | None = None
         self._transport: str | None = None
@@ -90,6 +92,8 @@ class TransformersEngine:
     async def connect_weights(self, actor: str, layout: Layout) -> None:
         """Tell the engine whose it is, and what versions consist of."""
         self._receiver, self._layout = f"{actor}/0", layout
+        if (adapter := layout.adapter) is not None:
+            self._merger = await self._in_thread(partial(Merger, adapter, str(self._model.device)))
         # Compiles what it would else wait for, paused, at its first update.
         await self._in_thread(partial(fingerprint, torch.zeros(1)))
 
@@ -185,11 +189,15 @@ class TransformersEngine:
                 self._source.close()
             self._source = open_source(transport, self._receiver, self._layout, str(self._model.device))
             self._transport = transport
-        self._source.receive(shipment.way, shipment.version, shipment.slot, self._take)
-        wire = self._layout.dtype
-        return by_group(
+        arrive = self._take if self._merger is None else self._merger.arrive
+        self._source.receive(shipment.way, shipment.version, shipment.slot, arrive)
+        if self._merger is not None:
+            self._merger.load(self._take)
+        wire = self._layout.loaded_dtype
+        held = by_group(
             (name, fingerprint(in_wire_dtype(name, tensor, wire))) for name, tensor in named_weights(self._model)
         )
+        return held if self._merger is None else self._merger.vouch(held, whole=True)
 
     def _take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         held = dict(named_weights(self._model))

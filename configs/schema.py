@@ -371,6 +371,20 @@ class ObjectiveSection(Section):
     )
 
 
+class LoraSection(Section):
+    """Low-rank matrices that are trained in the place of the model's weights."""
+
+    rank: int = Field(16, ge=1, description="Rank of the two matrices beside each layer.")
+    alpha: float = Field(
+        32.0, gt=0, allow_inf_nan=False, description="Their product counts by alpha / rank in the layer's weight."
+    )
+    targets: list[Text] | None = Field(
+        None,
+        min_length=1,
+        description="Names of linear layers, as [q_proj, v_proj]. Absent: all of them but the output layer.",
+    )
+
+
 class LearnerSection(Section):
     """The optimizer and its process."""
 
@@ -385,6 +399,11 @@ class LearnerSection(Section):
     gpus: int = Field(0, ge=0, le=1, description="GPUs of each rank.")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Precision of forward and backward; master weights are float32."
+    )
+    lora: LoraSection | None = Field(
+        None,
+        description="Train low-rank adapters by peft and leave the model as it is, which is the reference then. Only "
+        "they travel to the actors. Absent: all weights are trained.",
     )
     lr: float = Field(1e-6, gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises linearly.")
@@ -611,6 +630,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"checkpoint.every={every} with learner.backend={learner.backend} over several ranks: its state cannot "
                 "be saved for another number of ranks; set checkpoint.every=0 or learner.backend=fsdp2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def adapters_that_can_be_trained(self) -> Self:
+        learner = self.learner
+        if learner.lora is not None and learner.ranks > 1 and learner.backend.startswith("zero"):
+            raise ValueError(
+                f"learner.lora with learner.backend={learner.backend}: frozen weights are spread by fsdp2 alone; set "
+                "learner.backend=fsdp2 or ddp"
             )
         return self
 

@@ -12,6 +12,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ def check(config: RunConfig, run_id: str | None = None) -> tuple[Origin, TaskSet
         check_room(bundles(config), [Node(len(usable_cores()), _gpus())])
     _check_engine(config)
     _check_model(config.model)
+    if config.learner.lora is not None and find_spec("peft") is None:
+        raise ConfigError(
+            "learner.lora needs peft, which is not installed: pip install 'counterflow[lora]', or leave it out"
+        )
     resolve_rewards(config)
     resolve_environment(config)
     try:

@@ -30,6 +30,7 @@ from counterflow.learner.checkpoint import (
     load_checkpoint,
     read_manifest,
 )
+from counterflow.learner.lora import adapter_of, trained_weights
 from counterflow.learner.replay import entries_of
 from counterflow.learner.trainer import Trainer
 from counterflow.learner.verdict import Account, account_of_dropped, rule_of
@@ -37,7 +38,7 @@ from counterflow.processes import pin
 from counterflow.records import Interval, StepRecord
 from counterflow.weight_sync.canary import Gap
 from counterflow.weight_sync.fingerprint import Fingerprints
-from counterflow.weight_sync.layout import Layout, lay_out, named_weights
+from counterflow.weight_sync.layout import Layout, lay_out
 from counterflow.weight_sync.publisher import Shipment, StagedVersion
 from counterflow.weight_sync.transports import open_publisher
 
@@ -118,8 +119,7 @@ class Learner:
         )
         self._behind = _steps(folder / (lost.archive if lost else "archive"), begun_with, reached.version)
         self._standing = Standing(self._consumer.version, begun_with, lost)
-        dtype = getattr(torch, config.actors.dtype)
-        self._publisher = open_publisher(config, lay_out(named_weights(self._trainer.policy.model), dtype), folder)
+        self._publisher = open_publisher(config, _layout(config, self._trainer.policy.model), folder)
 
     def layout(self) -> Layout:
         """What a version consists of, for actors."""
@@ -228,6 +228,13 @@ def _reading(config: RunConfig) -> Reading:
         max_lag=rule_of(config).dropped_past(config.buffer.order),
         drop_equal_rewards=config.buffer.drop_equal_rewards,
     )
+
+
+def _layout(config: RunConfig, model: torch.nn.Module) -> Layout:
+    """What travels to the actors: the model, in their dtype, or an adapter as it is."""
+    adapter = adapter_of(config, model)
+    dtype = torch.float32 if adapter is not None else getattr(torch, config.actors.dtype)
+    return lay_out(trained_weights(model), dtype, adapter)
 
 
 def _steps(archive: Path, start: int, end: int) -> Iterator[ArchivedStep]:

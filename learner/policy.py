@@ -5,6 +5,9 @@ Hugging Face folders flow in; the objective sees only log-probs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +19,7 @@ from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError
 from counterflow.learner.batch import Microbatch
 from counterflow.learner.logprobs import Projection, TokenStatistics, token_logprobs, token_statistics
+from counterflow.learner.lora import adapter_off
 from counterflow.learner.packing import Packing
 
 _LEAK = 1e-3
@@ -142,6 +146,7 @@ class Policy:
     """Current and reference policy, with the forward that both share.
 
     Args:
+        reference: the model itself where that has an adapter, without which it is the reference.
         precision: dtype of forward and backward; weights stay float32.
     """
 
@@ -157,7 +162,13 @@ class Policy:
         self.temperature, self.device = temperature, device
         self.scorer: torch.nn.Module = Scorer(model, precision, device)
         """What runs the current policy; a backend may put its wrapper here."""
-        self.frozen = None if reference is None else Scorer(reference, precision, device)
+        self.frozen: torch.nn.Module | None = None
+        """What runs the reference."""
+        self._alone: Callable[[], AbstractContextManager[None]] = nullcontext
+        if reference is model:
+            self.frozen, self._alone = self.scorer, partial(adapter_off, model)
+        elif reference is not None:
+            self.frozen = Scorer(reference, precision, device)
 
     def logprobs(self, batch: Microbatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """Log-probs under the current policy, float32 [tokens] with gradient, and entropies, detached."""
@@ -167,15 +178,20 @@ class Policy:
     @torch.no_grad()
     def reference_logprobs(self, batch: Microbatch) -> Tensor | None:
         """Log-probs under the frozen reference, float32 [tokens]; None where there is no reference."""
-        found: Tensor | None = None if self.frozen is None else self.frozen(batch, self.temperature)[0]
+        if self.frozen is None:
+            return None
+        with self._alone():
+            found: Tensor = self.frozen(batch, self.temperature)[0]
         return found
 
     @torch.no_grad()
     def frozen_projection(self, batch: Microbatch) -> tuple[Projection, Tensor]:
         """The reference's states at the batch's tokens with its head, and its log-probs: float32 [tokens]."""
         assert self.frozen is not None
-        last = self.frozen.states(batch)
-        return last, self.frozen.score(last, batch, self.temperature).logprobs
+        with self._alone():
+            last: Projection = self.frozen.states(batch)  # type: ignore[operator]
+        scores: Scores = self.frozen.score(last, batch, self.temperature)  # type: ignore[operator]
+        return last, scores.logprobs
 
     def statistics(self, batch: Microbatch) -> tuple[TokenStatistics, Tensor]:
         """Log-probs, entropies and full-vocabulary KL from the reference, with gradient; and the reference's log-probs.

@@ -20,6 +20,7 @@ from counterflow.learner.backends.base import Backend
 from counterflow.learner.backends.choice import open_backend
 from counterflow.learner.batch import Microbatch, collate
 from counterflow.learner.canary import measure
+from counterflow.learner.lora import adapt
 from counterflow.learner.objective.loss import policy_loss
 from counterflow.learner.objective.spec import ObjectiveSpec
 from counterflow.learner.objective.types import PolicyBatch, concatenate
@@ -50,9 +51,14 @@ class Rank:
         self._config = config
         self._device = torch.device("cuda" if config.learner.gpus else "cpu")
         model = load_model(config, self._device)
+        if config.learner.lora is not None:
+            adapt(model, config.learner.lora)
         self.packing = packing_of(config, model)
         self._pad_token_id = int(model.config.pad_token_id or 0)  # type: ignore[union-attr, arg-type]
-        reference = load_model(config, self._device).requires_grad_(False) if needs_reference(config) else None
+        reference = None
+        if needs_reference(config):
+            adapted = config.learner.lora is not None
+            reference = model if adapted else load_model(config, self._device).requires_grad_(False)
         precision = getattr(torch, config.learner.dtype)
         self.policy = Policy(model, reference, config.sampling.temperature, precision, self._device)
         self._needs_divergence = objective_spec(config).needs_divergence

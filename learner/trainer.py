@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -20,6 +21,7 @@ from counterflow.buffer.trajectory import Group
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import RunFailed
 from counterflow.learner.batch import lags_of, loss_mask
+from counterflow.learner.lora import export
 from counterflow.learner.objective.diagnostics import diagnose, remarks
 from counterflow.learner.objective.loss import normalizer
 from counterflow.learner.objective.ratios import learning_rate_scale
@@ -27,7 +29,7 @@ from counterflow.learner.objective.types import concatenate
 from counterflow.learner.objective_choice import next_beta, objective_spec
 from counterflow.learner.packing import scored
 from counterflow.learner.plan import plan
-from counterflow.learner.policy import Policy
+from counterflow.learner.policy import Policy, load_model
 from counterflow.learner.ranks import Ranks, own_host
 from counterflow.learner.schedule import learning_rate
 from counterflow.learner.staleness import Shares
@@ -135,7 +137,7 @@ class Trainer:
         self._skipped_in_a_row = int(state.values["skipped_in_a_row"])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole weights by Hugging Face name, gathered one after the other. To be read to the end."""
+        """The trained weights by name, gathered one after the other. To be read to the end."""
         return self._ranks.weights()
 
     def compare(self, groups: Sequence[Group]) -> Gap:
@@ -143,10 +145,13 @@ class Trainer:
         return self._ranks.compare(groups, self.version)
 
     def save(self, folder: Path) -> None:
-        """Write the current policy, with its tokenizer, as a Hugging Face folder."""
+        """Write the current policy, with its tokenizer, as a Hugging Face folder; an adapter merged, and beside it."""
         model = self._config.model
-        whole = dict(self.weights()) if self._config.learner.ranks > 1 else None
-        self.policy.model.save_pretrained(folder, state_dict=whole)  # type: ignore[operator]
+        if self._config.learner.lora is not None:
+            export(load_model(self._config, torch.device("cpu")), dict(self.weights()), self._config, folder)
+        else:
+            whole = dict(self.weights()) if self._config.learner.ranks > 1 else None
+            self.policy.model.save_pretrained(folder, state_dict=whole)  # type: ignore[operator]
         AutoTokenizer.from_pretrained(
             model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
         ).save_pretrained(folder)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from counterflow.weight_sync.adapter import Adapter
+
 ALIGNMENT = 64
 
 
@@ -28,6 +30,8 @@ class Layout:
 
     slots: tuple[TensorSlot, ...]
     total_bytes: int
+    adapter: Adapter | None = None
+    """What the tensors are to be merged into; None where they are the model's own."""
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and view of every tensor in `buffer`, a uint8 tensor of at least `total_bytes`. Copies nothing."""
@@ -41,15 +45,20 @@ class Layout:
         (dtype,) = {slot.dtype for slot in self.slots}
         return getattr(torch, dtype)  # type: ignore[no-any-return]
 
+    @property
+    def loaded_dtype(self) -> torch.dtype:
+        """The dtype in which an engine is given what it loads."""
+        return self.dtype if self.adapter is None else getattr(torch, self.adapter.dtype)  # type: ignore[no-any-return]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for vLLM's weight-transfer calls."""
-        return {"slots": [asdict(slot) for slot in self.slots], "total_bytes": self.total_bytes}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Layout:
         """The layout that `to_dict` wrote."""
         slots = tuple(TensorSlot(**{**slot, "shape": tuple(slot["shape"])}) for slot in data["slots"])
-        return cls(slots, data["total_bytes"])
+        return cls(slots, data["total_bytes"], data["adapter"] and Adapter.from_dict(data["adapter"]))
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -58,11 +67,11 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, parameter.detach()
 
 
-def lay_out(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Layout:
+def lay_out(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, adapter: Adapter | None = None) -> Layout:
     """The layout of tensors sent as `dtype`."""
     slots, offset = [], 0
     for name, tensor in tensors:
         size = tensor.numel() * dtype.itemsize
         slots.append(TensorSlot(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), offset, size))
         offset += -(-size // ALIGNMENT) * ALIGNMENT
-    return Layout(tuple(slots), offset)
+    return Layout(tuple(slots), offset, adapter)

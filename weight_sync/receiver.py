@@ -6,6 +6,7 @@ vLLM finds `register` through the `vllm.general_plugins` entry point, in every p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from counterflow.weight_sync.adapter import Merger
 from counterflow.weight_sync.fingerprint import fingerprint
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.loaded import LoadedWeights
@@ -53,6 +55,8 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         """Learn what will be sent. A source that was open is closed."""
         self.shutdown()
         self._layout = Layout.from_dict(init_info.layout)
+        adapter = self._layout.adapter
+        self._merger = None if adapter is None else Merger(adapter, str(self.device))
         self._name = f"{init_info.actor}/{self.parallel_config.rank}"
         self._transport: str | None = None
         self._source: Source | None = None
@@ -70,17 +74,16 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             self._update.let_go()
             finalize_layerwise_reload(self.model, self.model_config)
         self._unfinished = True
-        self._update = LoadedWeights(self.model, self._layout.dtype)
+        self._update = LoadedWeights(self.model, self._layout.loaded_dtype)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ReceiverUpdate) -> None:
         """Load every tensor of the version."""
-        self._open(update_info.way["transport"]).receive(
-            update_info.way,
-            update_info.version,
-            update_info.slot,
-            lambda tensors: self._update.record(self.model.load_weights(tensors)),
-        )
+        source = self._open(update_info.way["transport"])
+        arrive = self._load if self._merger is None else self._merger.arrive
+        source.receive(update_info.way, update_info.version, update_info.slot, arrive)
+        if self._merger is not None:
+            self._merger.load(self._load)
 
     def finish_weight_update(self) -> None:
         """Complete the reload."""
@@ -92,13 +95,22 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         self._update.process_tied()
 
     def fingerprints(self) -> dict[str, list[int]]:
-        """Fingerprints of what this rank's model holds since the last update, by tensor group, as plain data."""
-        return {group: [found.words, found.squares] for group, found in self._update.fingerprints().items()}
+        """Fingerprints of what this rank's model holds since the last update, by tensor group, as plain data.
+
+        Where an adapter arrived they are of that, once the model is seen to hold what was merged.
+        """
+        held = self._update.fingerprints()
+        if self._merger is not None:
+            held = self._merger.vouch(held, whole=self.parallel_config.world_size == 1)
+        return {group: [found.words, found.squares] for group, found in held.items()}
 
     def shutdown(self) -> None:
         """Let go of the source, if there is one."""
         if (source := getattr(self, "_source", None)) is not None:
             source.close()
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._update.record(self.model.load_weights(tensors))
 
     def _open(self, transport: str) -> Source:
         if self._source is None or transport != self._transport:

@@ -40,7 +40,7 @@ class Backend(Protocol):
         """Clip, and update if the gradient is finite (see `skips`); returns its norm before clipping."""
 
     def gather_bucket(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole weights under their Hugging Face names, each gathered when it is asked for; tied ones once."""
+        """The trained weights, whole, under their names, each gathered when it is asked for; tied ones once."""
 
     def state(self) -> dict[str, Any]:
         """`model` and `optimizer`: whole weights and moments by parameter name, on rank 0; empty ones on others."""

@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from counterflow.configs.schema import LearnerSection
 from counterflow.learner.batch import Microbatch
 from counterflow.learner.logprobs import Projection
+from counterflow.learner.lora import trained_weights
 from counterflow.learner.policy import Policy, Scores
 from counterflow.weight_sync.collective import gathered
-from counterflow.weight_sync.layout import named_weights
 
 
 class TorchBackend:
@@ -44,7 +44,10 @@ class TorchBackend:
     def __init__(self, policy: Policy, learner: LearnerSection, ways: Literal["alone", "ddp", "fsdp2"]) -> None:
         self.policy, self.skips = policy, True
         several = ways != "alone"
-        self._whole = StateDictOptions(full_state_dict=several, cpu_offload=several)
+        adapted = learner.lora is not None
+        self._whole = StateDictOptions(
+            full_state_dict=several, cpu_offload=several, ignore_frozen_params=adapted, strict=not adapted
+        )
         self._copies: DistributedDataParallel | None = None
         if ways == "ddp":
             # Buffers are constants; every parameter is used by every forward.
@@ -55,7 +58,7 @@ class TorchBackend:
             policy.scorer = self._copies
         elif ways == "fsdp2":
             shard(policy.scorer)
-            if policy.frozen is not None:
+            if policy.frozen is not None and policy.frozen is not policy.scorer:
                 shard(policy.frozen)
         self.optimizer: torch.optim.Optimizer = adamw(policy.model, learner)
 
@@ -86,7 +89,7 @@ class TorchBackend:
 
     def gather_bucket(self) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
-        return gathered(named_weights(self.policy.model))
+        return gathered(trained_weights(self.policy.model))
 
     def state(self) -> dict[str, Any]:
         """See `Backend`."""
@@ -110,7 +113,11 @@ class TorchBackend:
 def adamw(model: torch.nn.Module, learner: LearnerSection) -> torch.optim.AdamW:
     """The optimizer that all backends use."""
     return torch.optim.AdamW(
-        model.parameters(), lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=learner.lr,
+        betas=learner.betas,
+        weight_decay=learner.weight_decay,
+        fused=True,
     )
 
 

@@ -74,7 +74,8 @@ def whole_gradient(rank: Rank) -> Tensor:
         from deepspeed.utils import safe_get_full_grad
 
         return torch.cat([safe_get_full_grad(p).flatten().clone() for p in rank.policy.model.parameters()])
-    found = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in rank.policy.model.parameters()]
+    trained = [p for p in rank.policy.model.parameters() if p.requires_grad]
+    found = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in trained]
     return torch.cat([gradient.flatten().clone() for gradient in found])
 
 
