@@ -298,6 +298,9 @@ class KLSection(Section):
     horizon_steps: float = Field(
         10.0, ge=1, allow_inf_nan=False, description="`adaptive`: beta changes by at most 20 % / this at a step."
     )
+    reference_every: int = Field(
+        0, ge=0, description="Versions after which the policy, as it is then, becomes the reference. 0: it never moves."
+    )
 
 
 class ImportanceSection(Section):
@@ -640,6 +643,21 @@ class RunConfig(Section):
             raise ValueError(
                 f"learner.lora with learner.backend={learner.backend}: frozen weights are spread by fsdp2 alone; set "
                 "learner.backend=fsdp2 or ddp"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def reference_that_can_move(self) -> Self:
+        learner, every = self.learner, self.objective.kl.reference_every
+        if every and learner.lora is not None:
+            raise ValueError(
+                f"objective.kl.reference_every={every} with learner.lora, whose reference is the model, which stays as "
+                "it is: leave one of them out"
+            )
+        if every and learner.ranks > 1 and learner.backend.startswith("zero"):
+            raise ValueError(
+                f"objective.kl.reference_every={every} with learner.backend={learner.backend}, whose weights are "
+                "spread otherwise than the reference: set learner.backend=fsdp2 or ddp"
             )
         return self
 

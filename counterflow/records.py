@@ -76,6 +76,8 @@ class StepRecord:
     """By bucket of prompt length: what the staleness policy touched, or dropped since the step before."""
     skipped_updates: int = 0
     """Optimizer steps whose gradient was not finite, which left the weights as they were."""
+    reference_version: int = 0
+    """Version that the reference is of."""
 
 
 @dataclass(frozen=True)

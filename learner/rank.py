@@ -62,7 +62,7 @@ class Rank:
         precision = getattr(torch, config.learner.dtype)
         self.policy = Policy(model, reference, config.sampling.temperature, precision, self._device)
         self._needs_divergence = objective_spec(config).needs_divergence
-        self.backend: Backend = open_backend(self.policy, config.learner)
+        self.backend: Backend = open_backend(self.policy, config)
         self._rule, self._mask_truncated = rule_of(config), config.reward.truncated == "mask"
         self._batches: list[list[Microbatch]] = []
         self._shares: list[list[Tensor]] = []
@@ -110,6 +110,10 @@ class Rank:
     def apply(self, learning_rate: float) -> float:
         """Step of the optimizer; returns the gradient's norm. One that is not finite changes nothing."""
         return self.backend.step(learning_rate, self._config.learner.max_grad_norm)
+
+    def renew_reference(self) -> None:
+        """Make the policy, as it is now, the reference."""
+        self.backend.renew_reference()
 
     def state(self) -> dict[str, Any]:
         """Weights, the optimizer's moments by parameter name, the state of the random generator; whole, on rank 0.

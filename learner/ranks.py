@@ -119,6 +119,10 @@ class Ranks:
         norm: float = self._call("apply", [(learning_rate,)] * (1 + len(self._followers)))[0]
         return norm
 
+    def renew_reference(self) -> None:
+        """See `Rank.renew_reference`."""
+        self._call("renew_reference", [()] * (1 + len(self._followers)))
+
     def compare(self, groups: Sequence[Group], version: int) -> Gap:
         """See `Rank.compare`."""
         gap: Gap = self._call("compare", [(groups, version)] * (1 + len(self._followers)))[0]

@@ -45,6 +45,7 @@ def step_record(
     whole: PolicyBatch,
     measured: Diagnostics,
     spec: ObjectiveSpec,
+    reference_version: int,
 ) -> StepRecord:
     """The record, with zeros for times and for what only the buffer and the supervisor know.
 
@@ -103,4 +104,5 @@ def step_record(
         stale_samples=[int(n) for n in account.stale_samples],
         stale_tokens=[int(n) for n in account.stale_tokens],
         skipped_updates=sum(not np.isfinite(update.norm) for update in updates),
+        reference_version=reference_version,
     )

@@ -26,7 +26,7 @@ from counterflow.learner.objective.diagnostics import diagnose, remarks
 from counterflow.learner.objective.loss import normalizer
 from counterflow.learner.objective.ratios import learning_rate_scale
 from counterflow.learner.objective.types import concatenate
-from counterflow.learner.objective_choice import next_beta, objective_spec
+from counterflow.learner.objective_choice import needs_reference, next_beta, objective_spec
 from counterflow.learner.packing import scored
 from counterflow.learner.plan import plan
 from counterflow.learner.policy import Policy, load_model
@@ -49,7 +49,7 @@ class TrainerState:
 
     tensors: dict[str, Any]
     values: dict[str, float | int]
-    """Plain numbers: the version, beta, and the updates skipped in a row."""
+    """Plain numbers: the version, beta, the updates skipped in a row, and the reference's version."""
 
 
 class Trainer:
@@ -70,6 +70,7 @@ class Trainer:
         self._rule = rule_of(config)
         self._skipped_in_a_row = 0
         self._last_batch: list[int] = []
+        self._reads_reference, self._reference_version = needs_reference(config), 0
         self.version = 0
 
     @property
@@ -112,11 +113,16 @@ class Trainer:
         whole = concatenate([update.batch for update in done])
         measured = diagnose(whole, self._spec)
         notes += [f"step {step}: {remark}" for remark in remarks(measured, self._spec)]
-        record = step_record(step, groups, lags, (dropped or Account()) + account, done, whole, measured, self._spec)
+        account = (dropped or Account()) + account
+        record = step_record(step, groups, lags, account, done, whole, measured, self._spec, self._reference_version)
         if any(update.applied for update in done):
             beta = next_beta(self._config.objective.kl, self._spec.beta, step, measured.kl_reference)
             self._spec = replace(self._spec, beta=beta)
         self.version = step
+        if (every := self._config.objective.kl.reference_every) and self._reads_reference and step % every == 0:
+            self._ranks.renew_reference()
+            # What was computed of the one before is no longer true.
+            self._reference_version, self._last_batch = step, []
         return record, notes
 
     @property
@@ -126,7 +132,12 @@ class Trainer:
 
     def state(self) -> TrainerState:
         """What `load_state` goes on from. Of one rank the tensors are the living ones, which the next step changes."""
-        values = {"version": self.version, "beta": self._spec.beta, "skipped_in_a_row": self._skipped_in_a_row}
+        values = {
+            "version": self.version,
+            "beta": self._spec.beta,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "reference_version": self._reference_version,
+        }
         return TrainerState(self._ranks.state(), values)
 
     def load_state(self, state: TrainerState) -> None:
@@ -135,6 +146,7 @@ class Trainer:
         self.version = int(state.values["version"])
         self._spec = replace(self._spec, beta=float(state.values["beta"]))
         self._skipped_in_a_row = int(state.values["skipped_in_a_row"])
+        self._reference_version = int(state.values["reference_version"])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights by name, gathered one after the other. To be read to the end."""

@@ -42,6 +42,7 @@ def _readers(objective: ObjectiveSection, has_kl: bool, updates: int) -> dict[st
     clipped = corrected(*_CLIPPED, "decoupled_ppo") if updates > 1 else corrected(*_CLIPPED)
     return {
         "kl.estimator": (has_kl, "a KL term: kl.beta above 0"),
+        "kl.reference_every": (has_kl, "a KL term: kl.beta above 0"),
         "kl.placement": (has_kl, "a KL term: kl.beta above 0"),
         "kl.schedule": (has_kl, "a KL term: kl.beta above 0"),
         "kl.reward_to_go": (

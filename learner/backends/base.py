@@ -42,8 +42,14 @@ class Backend(Protocol):
     def gather_bucket(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights, whole, under their names, each gathered when it is asked for; tied ones once."""
 
+    def renew_reference(self) -> None:
+        """Make the reference a copy of the policy."""
+
     def state(self) -> dict[str, Any]:
-        """`model` and `optimizer`: whole weights and moments by parameter name, on rank 0; empty ones on others."""
+        """`model` and `optimizer`: whole weights and moments by parameter name, on rank 0; empty ones on others.
+
+        `reference` too, where it moves.
+        """
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what any number of ranks said of themselves; only rank 0 must have it."""

@@ -98,6 +98,14 @@ class DeepSpeedBackend:
             with self._deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.detach().clone()
 
+    def renew_reference(self) -> None:
+        """See `Backend`.
+
+        Raises:
+            ConfigError: always. A configuration that asks for it is refused.
+        """
+        raise ConfigError("objective.kl.reference_every must be 0 with DeepSpeed, which spreads the policy alone")
+
     def state(self) -> dict[str, Any]:
         """See `Backend`.
 

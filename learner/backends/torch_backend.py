@@ -39,10 +39,18 @@ class TorchBackend:
 
     Args:
         ways: `alone`, or how the ranks of the default process group share the work.
+        reference_moves: whether the reference is a part of the state.
     """
 
-    def __init__(self, policy: Policy, learner: LearnerSection, ways: Literal["alone", "ddp", "fsdp2"]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        learner: LearnerSection,
+        ways: Literal["alone", "ddp", "fsdp2"],
+        reference_moves: bool = False,
+    ) -> None:
         self.policy, self.skips = policy, True
+        self._moving = policy.reference if reference_moves else None
         several = ways != "alone"
         adapted = learner.lora is not None
         self._whole = StateDictOptions(
@@ -91,14 +99,26 @@ class TorchBackend:
         """See `Backend`."""
         return gathered(trained_weights(self.policy.model))
 
+    @torch.no_grad()
+    def renew_reference(self) -> None:
+        """See `Backend`."""
+        policy = self.policy
+        assert policy.reference is not None
+        for scorer in (policy.scorer, policy.frozen):
+            if isinstance(scorer, FSDPModule):
+                # A forward without backward leaves what is in no layer whole.
+                scorer.reshard()
+        for old, new in zip(policy.reference.parameters(), policy.model.parameters(), strict=True):
+            old.copy_(new)
+
     def state(self) -> dict[str, Any]:
         """See `Backend`."""
-        return {
-            "model": get_model_state_dict(self.policy.model, options=self._whole),
-            "optimizer": get_optimizer_state_dict(self.policy.model, self.optimizer, options=self._whole).get(
-                "state", {}
-            ),
-        }
+        model = self.policy.model
+        moments = get_optimizer_state_dict(model, self.optimizer, options=self._whole)
+        state = {"model": get_model_state_dict(model, options=self._whole), "optimizer": moments.get("state", {})}
+        if self._moving is not None:
+            state["reference"] = get_model_state_dict(self._moving, options=self._whole)
+        return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """See `Backend`."""
@@ -107,6 +127,8 @@ class TorchBackend:
         groups = get_optimizer_state_dict(model, self.optimizer, options=self._whole).get("param_groups", [])
         moments = {"state": state["optimizer"], "param_groups": groups} if state else {}
         set_model_state_dict(model, state.get("model", {}), options=options)
+        if self._moving is not None:
+            set_model_state_dict(self._moving, state.get("reference", {}), options=options)
         set_optimizer_state_dict(model, self.optimizer, optim_state_dict=moments, options=options)
 
 
