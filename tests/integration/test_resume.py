@@ -68,18 +68,22 @@ def test_killed_run_loses_or_repeats_groups(start: Start, tiny_model: Path, tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_deaths_lose_or_repeat_groups(start: Start, tiny_model: Path, tmp_path: Path) -> None:
-    """The learner or the whole run, at twelve moments that follow from a seed: two of three while steps are taken."""
-    moments, steps = random.Random(7), 600
+    """The learner or the whole run, at thirty moments that follow from a seed: two of three while steps are taken.
+
+    A checkpoint is made at every step; an engine that starts at once leaves time for more of both.
+    """
+    moments, steps = random.Random(7), 2000
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
     options = (f"run.steps={steps}", "checkpoint.every=1", "evaluation.every=0", "learner.max_restarts=100")
+    options += ("actors.engine=transformers",)
     process, deaths = start(tmp_path, config, *options), []
-    while len(deaths) < 12:
+    while len(deaths) < 30:
         if len(deaths) % 3 < 2:
             wait_for(process, r"^step \d")
             time.sleep(moments.uniform(0, 4))
         else:
             # Nobody reads its output meanwhile: there is little.
-            time.sleep(moments.uniform(0, 30))
+            time.sleep(moments.uniform(0, 20))
         assert process.poll() is None, "the run ended before the last death: give it more steps"
         learner = learner_of(process)
         if learner is not None and moments.random() < 0.5:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from counterflow.learner.replay import replay
 from counterflow.learner.trainer import Trainer
 
 PER_STEP = 4
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""Ray lets in who has the cluster's."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -37,7 +40,7 @@ def cluster() -> Iterator[tuple[str, psutil.Process]]:
         *(f"--port={port}", "--include-dashboard=false", f"--object-store-memory={128 << 20}"),
         "--disable-usage-stats",
     ]
-    environment = {**os.environ, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0"}
+    environment = {**os.environ, **TOKEN, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0"}
     head = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         wait_for(head, "Ray runtime started")
@@ -82,7 +85,7 @@ def test_two_ranks_do_not_finish_or_train_otherwise_than_one(
     """Then the same run goes on with one."""
     address, _ = cluster
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
-    process = start(tmp_path, config, f"run.ray_address={address}", "learner.ranks=2", "checkpoint.every=4")
+    process = start(tmp_path, config, f"run.ray_address={address}", "learner.ranks=2", "checkpoint.every=4", **TOKEN)
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     run = tmp_path / "runs" / "run"
@@ -101,7 +104,7 @@ def test_death_of_a_rank_ends_the_run_or_repeats_groups(
     address, head = cluster
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
     options = ("learner.ranks=2", "run.steps=24", "checkpoint.every=5", "evaluation.every=0")
-    process = start(tmp_path, config, f"run.ray_address={address}", *options)
+    process = start(tmp_path, config, f"run.ray_address={address}", *options, **TOKEN)
     wait_for(process, r"^step ([7-9])/")
     rank_of(head, victim).kill()
     said = wait_for(process, "the run goes on from its newest checkpoint")

@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,36 @@ def test_full_disk_costs_the_checkpoints_before_or_ends_the_run(
     assert "version 4 got no checkpoint (No space left on device)" in words and "that of version 3 stays" in words
     assert [path.name for path in copied.parent.iterdir()] == [copied.name]
     assert load(copied, config).version == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 12 MB: room for one checkpoint, and not for two."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", folder], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_disk_that_is_really_full_leaves_half_a_checkpoint(
+    small_disk: Path, trained: tuple[RunConfig, Trainer]
+) -> None:
+    config, trainer = trained
+    state, said = trainer.state(), list[str]()
+    folder = small_disk / "checkpoints"
+    writer = CheckpointWriter(folder, ORIGIN, config, 2, said.append)
+    assert writer.save(state, LEDGER) and writer.wait(60) and said == []
+    (small_disk / "others").write_bytes(bytes(1 << 20))
+    later = dataclasses.replace(state, values={**state.values, "version": 4})
+    assert writer.save(later, LEDGER) and writer.wait(60)
+    (words,) = said
+    assert "version 4 got no checkpoint (" in words and "that of version 3 stays" in words
+    assert [path.name for path in folder.iterdir()] == ["00000003"]
+    assert torch.equal(weights(load(checkpoint_path(folder, 3), config)), weights(trainer))
 
 
 def cut(path: Path) -> None:
