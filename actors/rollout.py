@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from counterflow.buffer.connection import Address
 from counterflow.buffer.producer import Capacity, Closed, Lease, Producer
 from counterflow.buffer.trajectory import Group, Origin, Trajectory
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import BufferUnavailable, RunFailed, WeightSyncError
+from counterflow.errors import BufferUnavailable, RunFailed
 from counterflow.processes import descendants, pin, shared_memory
 from counterflow.records import Interval
 from counterflow.weight_sync.fingerprint import Fingerprints
@@ -100,6 +100,7 @@ class RolloutActor:
         self._loop_task: asyncio.Task[None] | None = None
         self._new_version = asyncio.Event()
         self._busy = BusyClock(self._name, started_at)
+        self._update = ExitStack()
         self._last_error: str | None = None
         self._closed: Closed | None = None
 
@@ -120,16 +121,18 @@ class RolloutActor:
         """Pause and load a version; returns what the engine's ranks hold then.
 
         Raises:
-            WeightSyncError: the engine could not load it; names this actor.
+            WeightSyncError: the engine could not load it.
             ProcessDied: the engine died.
         """
-        with self._busy.doing("update"), self._named():
-            return await self._ready.load(shipment)
+        # Until it serves a version the engine samples nothing, waits for the proof or another try.
+        self._update.close()
+        self._update.enter_context(self._busy.doing("update"))
+        return await self._ready.load(shipment)
 
     async def serve(self, version: int) -> None:
         """Go on with the version that was loaded. Raises what `load` raises."""
-        with self._busy.doing("update"), self._named():
-            await self._ready.serve(version)
+        await self._ready.serve(version)
+        self._update.close()
         self._new_version.set()
 
     async def evaluate(self, first: int, stride: int) -> list[float | None]:
@@ -176,13 +179,6 @@ class RolloutActor:
         if self._engine is not None:
             self._engine.shutdown()
         await self._producer.close()
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except WeightSyncError as error:
-            raise WeightSyncError(f"{self._name}: {error}", error.receivers) from error
 
     @property
     def _ready(self) -> Engine:

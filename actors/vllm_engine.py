@@ -151,7 +151,7 @@ class VllmEngine:
     async def _load(self, shipment: Shipment) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        info = {"version": shipment.version, "slot": shipment.slot, "way": shipment.way}
+        info = {"version": shipment.version, "way": shipment.way}
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update()

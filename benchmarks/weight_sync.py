@@ -28,10 +28,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from counterflow.cluster import process_environment
-from counterflow.configs.schema import RunConfig
+from counterflow.configs.schema import RunConfig, WeightSyncSection
 from counterflow.weight_sync.buckets import checksum, largest_bytes, packed, plan
-from counterflow.weight_sync.collective import BUCKET_BYTES
-from counterflow.weight_sync.fingerprint import prove
+from counterflow.weight_sync.delivery import update
+from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.layout import lay_out, named_weights
 from counterflow.weight_sync.publisher import Publisher, Shipment, StagedVersion
 from counterflow.weight_sync.slots import Slots
@@ -131,12 +131,16 @@ class Update:
     async def _serve(self, staged: StagedVersion, shipment: Shipment) -> float:
         """As delivery does it; returns for how many seconds only the learner's fingerprints were missing."""
         sending = asyncio.create_task(asyncio.to_thread(self._publisher.send, staged))
-        held = await self._engine.load(shipment)
-        began = time.perf_counter()
-        published = await sending
-        wait_s = time.perf_counter() - began
-        prove(f"version {staged.version}", published, held)
-        await self._engine.serve(staged.version)
+        wait_s = 0.0
+
+        async def published() -> Fingerprints:
+            nonlocal wait_s
+            began = time.perf_counter()
+            found = await sending
+            wait_s = time.perf_counter() - began
+            return found
+
+        await update(self._engine, shipment, published())
         return wait_s
 
     def close(self) -> None:
@@ -216,7 +220,7 @@ def device_rows(size_mb: int) -> list[Row]:
         for i, first in enumerate(range(0, rows, width))
     ]
     layout = lay_out(weights, torch.bfloat16)
-    slots, buckets = Slots(layout, "cuda"), plan(layout, BUCKET_BYTES)
+    slots, buckets = Slots(layout, "cuda"), plan(layout, WeightSyncSection().bucket_bytes)
     buffers = [torch.empty(largest_bytes(buckets), dtype=torch.uint8, device="cuda") for _ in range(2)]
     given, taken = (torch.ones(layout.total_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
 

@@ -6,7 +6,8 @@ Handles of Ray actors are held here and nowhere else. Lives in the supervisor's 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ from counterflow.cluster import call
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import DeadlineExceeded, ProcessDied, RunFailed, first_line
 from counterflow.telemetry import Telemetry
-from counterflow.weight_sync.delivery import Delivery, Load
-from counterflow.weight_sync.fingerprint import Fingerprints, prove
+from counterflow.weight_sync.delivery import Delivery
+from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
 
 _ANSWER_TIMEOUT_S = 60.0
-_PREFIX = "actor "
 
 
 class Fleet:
@@ -29,38 +29,34 @@ class Fleet:
 
     Args:
         spawn: makes the process of the i-th actor, in its place on the cluster.
+        delivery: brings every actor its versions.
     """
 
-    def __init__(self, config: RunConfig, spawn: Callable[[int], Any], telemetry: Telemetry) -> None:
-        self._config, self._spawn, self._telemetry = config, spawn, telemetry
+    def __init__(
+        self, config: RunConfig, spawn: Callable[[int], Any], delivery: Delivery, telemetry: Telemetry
+    ) -> None:
+        self._config, self._spawn, self._delivery, self._telemetry = config, spawn, delivery, telemetry
         self._handles: dict[int, Any] = {}
         self._losses: dict[int, Exception] = {}
         self._segments: dict[int, set[Path]] = {}
         self._serving: set[int] = set()
         self._replacing: dict[int, asyncio.Task[None]] = {}
         self.restarts, self._begun = 0, False
-        self._delivery: Delivery
         self._layout: Layout
 
-    async def start(self, layout: Layout, delivery: Delivery) -> None:
+    async def start(self, layout: Layout) -> None:
         """Start every actor and make it a receiver.
 
         Raises:
             RunFailed, DeadlineExceeded, ConfigError: one did not start; before the run, none is replaced.
         """
-        self._layout, self._delivery = layout, delivery
+        self._layout = layout
         await asyncio.gather(*(self._start(i) for i in range(self._config.actors.count)))
 
     async def begin(self) -> None:
         """Have every actor begin to generate."""
         self._begun = True
         await self.ask(lambda _, actor: actor.begin.remote(), "to begin")
-
-    def given_up(self, actor: str, error: Exception) -> None:
-        """An actor could not be brought a version: replace it."""
-        index = int(actor.removeprefix(_PREFIX))
-        self._losses[index] = error
-        self.replace(index, error)
 
     def replace(self, index: int, error: Exception) -> None:
         """Put another process in the place of the actor, unless that is being done."""
@@ -156,7 +152,7 @@ class Fleet:
             actor = await self._process(index)
         except (RunFailed, DeadlineExceeded) as error:
             return error
-        joined = await self._delivery.join(_name(index), self._load_on(index, actor))
+        joined = await self._join(index, actor)
         try:
             if joined and self._begun:
                 await call(actor.begin.remote(), f"{_name(index)} to begin", _ANSWER_TIMEOUT_S)
@@ -170,7 +166,7 @@ class Fleet:
 
     async def _start(self, index: int) -> None:
         actor = await self._process(index)
-        await self._delivery.join(_name(index), self._load_on(index, actor))
+        await self._join(index, actor)
         self._serving.add(index)
 
     async def _process(self, index: int) -> Any:
@@ -184,19 +180,35 @@ class Fleet:
         for path in self._segments.pop(index, ()):
             path.unlink(missing_ok=True)
 
-    def _load_on(self, index: int, actor: Any) -> Load:
-        async def load(shipment: Shipment, published: Awaitable[Fingerprints]) -> int:
-            version, timeout_s = shipment.version, self._config.weight_sync.timeout_s
-            what = f"policy version {version} to arrive at {_name(index)}"
-            held = await call(actor.load.remote(shipment), what, timeout_s)
-            prove(f"{_name(index)}: policy version {version}", await published, held)
-            await call(actor.serve.remote(version), what, timeout_s)
-            self._telemetry.event("version_served", policy_version=version, actor=index)
-            return version
+    async def _join(self, index: int, actor: Any) -> bool:
+        call_s = self._config.weight_sync.timeout_s
+        recipient = _Recipient(index, actor, call_s, self._telemetry)
+        return await self._delivery.join(_name(index), recipient, partial(self._given_up, index))
 
-        return load
+    def _given_up(self, index: int, error: Exception) -> None:
+        """An actor could not be brought a version: replace it."""
+        self._losses[index] = error
+        self.replace(index, error)
+
+
+class _Recipient:
+    """An actor as delivery calls it: through Ray, each call under a deadline. Errors leave its name to the fleet."""
+
+    def __init__(self, index: int, actor: Any, timeout_s: float, telemetry: Telemetry) -> None:
+        self._index, self._actor, self._timeout_s, self._telemetry = index, actor, timeout_s, telemetry
+
+    async def load(self, shipment: Shipment) -> Sequence[Fingerprints]:
+        """Pause and load a version."""
+        reason = f"policy version {shipment.version} to be loaded"
+        held: list[Fingerprints] = await call(self._actor.load.remote(shipment), reason, self._timeout_s)
+        return held
+
+    async def serve(self, version: int) -> None:
+        """Go on with it."""
+        await call(self._actor.serve.remote(version), f"policy version {version} to be served", self._timeout_s)
+        self._telemetry.event("version_served", policy_version=version, actor=self._index)
 
 
 def _name(index: int) -> str:
     """What Delivery calls the actor."""
-    return f"{_PREFIX}{index}"
+    return f"actor {index}"

@@ -165,6 +165,7 @@ class Run:
         """Make the learner; the actors are made by the fleet, with a configuration that says how weights travel."""
         hosts = cluster.hosts()
         config = settle(self.config, one_host=len(set(hosts)) == 1, learner_host=hosts[0])
+        self.telemetry.note(f"weights travel by {config.weight_sync.transport} (weight_sync.transport)")
         places = bundles(config)
         common = (config, address, self.origin, self.telemetry.started_at)
         asked = (self.resumption.checkpoint, self.resumption.lose_branch) if self.resumption else ()
@@ -181,9 +182,9 @@ class Run:
             place = i + 1
             return cluster.spawn(RolloutActor, places[place], place, i, self.task, *common, cluster.cores(place))
 
-        self.fleet = Fleet(config, actor, self.telemetry)
         port = LearnerPort(self.learner, self.telemetry, config.weight_sync.timeout_s)
-        self.delivery = Delivery(port, config.weight_sync.transport in BROADCASTS, self.fleet.given_up)
+        self.delivery = Delivery(port, config.weight_sync.transport in BROADCASTS, self.telemetry.retried)
+        self.fleet = Fleet(config, actor, self.delivery, self.telemetry)
         self.checks = Checks(config, self.learner, self.fleet, self.delivery, self.telemetry)
 
     async def _live(self, address: Address) -> None:
@@ -212,7 +213,7 @@ class Run:
         if standing.version:
             await self.delivery.publish()
             await self.delivery.arrived()
-        await self.fleet.start(layout, self.delivery)
+        await self.fleet.start(layout)
         return standing.version
 
     async def _checkpoint(self, version: int) -> None:

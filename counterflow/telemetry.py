@@ -15,6 +15,7 @@ from pathlib import Path
 from counterflow.actors.rollout import ActorState
 from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
+from counterflow.errors import first_line
 from counterflow.events import EventLog
 from counterflow.metrics import Metrics
 from counterflow.recorder import Recorder, Status, summarize, write_summary
@@ -124,6 +125,11 @@ class Telemetry:
         """How far an engine's log-probs are from the learner's at the same version."""
         self._metrics.observe_canary(actor, gap)
         self.event("canary", actor=actor, policy_version=version, **asdict(gap))
+
+    def retried(self, actor: str, error: Exception) -> None:
+        """A version that an actor failed to load, and is sent again."""
+        self.event("version_retried", receiver=actor, error=first_line(error))
+        self.note(f"{actor} is sent a version again ({first_line(error)})")
 
     def delivery(self, skipped: int, repeated: int, replaced: int) -> None:
         """What weight sync had to skip, to load again, and which actors it had to do without, so far."""

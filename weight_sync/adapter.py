@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.fingerprint import Fingerprint, Fingerprints, by_group, disagreements, fingerprint
 
-NamedTensor = tuple[str, torch.Tensor]
+if TYPE_CHECKING:
+    from counterflow.weight_sync.layout import NamedTensor
+
 DOWN, UP = ".lora_A.default.weight", ".lora_B.default.weight"
 """What follows a layer's name in those of its two matrices: W + scaling x UP DOWN is its merged weight."""
 

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from counterflow.errors import WeightSyncError
-from counterflow.weight_sync.layout import ALIGNMENT, Layout, TensorSlot
-
-NamedTensor = tuple[str, torch.Tensor]
+from counterflow.weight_sync.layout import ALIGNMENT, Layout, NamedTensor, TensorSlot, expect, expect_end
 
 _ROW_WORDS = 512
 _MAGIC = b"CFB1"
@@ -165,7 +163,7 @@ def packed(
         payload = next(free)[: bucket.size_bytes]
         for piece in bucket.pieces:
             if tensor is None:
-                tensor = _expect(tensors, piece.slot)
+                tensor = expect(tensors, piece.slot)
             view = piece.view(payload)
             if piece.whole:
                 view.view(piece.slot.shape).copy_(tensor)
@@ -175,8 +173,7 @@ def packed(
             if piece.last:
                 tensor = None
         yield bucket, payload
-    if (left := next(tensors, None)) is not None:
-        raise WeightSyncError(f"tensor {left[0]!r} came after the last of the layout")
+    expect_end(tensors)
 
 
 def unpacked(received: Iterable[tuple[Bucket, torch.Tensor]]) -> Iterator[NamedTensor]:
@@ -201,15 +198,3 @@ def unpacked(received: Iterable[tuple[Bucket, torch.Tensor]]) -> Iterator[NamedT
             if piece.last:
                 yield piece.slot.name, assembled.view(piece.slot.shape)
                 assembled = None
-
-
-def _expect(tensors: Iterator[NamedTensor], slot: TensorSlot) -> torch.Tensor:
-    given = next(tensors, None)
-    if given is None:
-        raise WeightSyncError(f"the tensors ended where the layout has {slot.name!r}")
-    name, tensor = given
-    if (name, tuple(tensor.shape)) != (slot.name, slot.shape):
-        raise WeightSyncError(
-            f"tensor {name!r} of shape {tuple(tensor.shape)} where the layout has {slot.name!r} of shape {slot.shape}"
-        )
-    return tensor.detach()

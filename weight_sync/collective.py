@@ -17,12 +17,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 from counterflow.errors import WeightSyncError
-from counterflow.weight_sync.buckets import Header, NamedTensor, checksum, fingerprint, largest_bytes, packed, plan
+from counterflow.weight_sync.buckets import Header, checksum, fingerprint, largest_bytes, packed, plan
 from counterflow.weight_sync.group import Broken, Group, Invitation, open_store
-from counterflow.weight_sync.layout import Layout
+from counterflow.weight_sync.layout import Layout, NamedTensor
 from counterflow.weight_sync.lines import Lines, describe
-
-BUCKET_BYTES = 64 << 20
 
 _MOST_GRACE_S = 2.0
 _LISTEN_S = 0.1
@@ -43,9 +41,9 @@ class Sender:
 
     Args:
         layout: the tensors, in order, with the dtypes in which they travel.
+        bucket_bytes: the most that travels at once; two buckets of this size are held.
         host: address of this process that receivers can reach.
         backend: `gloo` for buckets in memory, `nccl` for buckets on a GPU.
-        bucket_bytes: the most that travels at once; two buckets of this size are held.
         timeout_s: longest wait for the group to form, for a bucket to move, or for receivers to load the last buckets.
         device: where the buckets lie, and with NCCL the GPU.
     """
@@ -53,9 +51,9 @@ class Sender:
     def __init__(
         self,
         layout: Layout,
+        bucket_bytes: int,
         host: str = "127.0.0.1",
         backend: str = "gloo",
-        bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = 60.0,
         device: str = "cpu",
     ) -> None:

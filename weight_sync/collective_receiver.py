@@ -17,7 +17,6 @@ from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.buckets import (
     Bucket,
     Header,
-    NamedTensor,
     checksum,
     fingerprint,
     largest_bytes,
@@ -25,7 +24,7 @@ from counterflow.weight_sync.buckets import (
     unpacked,
 )
 from counterflow.weight_sync.group import Broken, Group, Invitation, reach_store
-from counterflow.weight_sync.layout import Layout
+from counterflow.weight_sync.layout import Layout, NamedTensor
 from counterflow.weight_sync.lines import Line, Report, State
 
 Load = Callable[[Iterator[NamedTensor]], None]

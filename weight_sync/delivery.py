@@ -1,7 +1,8 @@
-"""Delivery: every published version brought to every actor, in the background, while the learner takes its next step.
+"""Delivery: the newest version brought to every actor, in the background, while the learner takes its next step.
 
-One version is on its way at a time; one that is overtaken while it waits is skipped and counted. An actor that cannot
-be served is given up, and its owner told. In: calls of the learner and of the actors. Runs in the supervisor's loop.
+One version is on its way at a time; one that is overtaken while it waits is skipped and counted. An actor serves a
+version once it is proved; one that cannot be served is given up, and its owner told. In: calls of the learner and of
+the actors. Runs in the supervisor's loop.
 """
 
 from __future__ import annotations
@@ -13,18 +14,26 @@ from contextlib import suppress
 from typing import Protocol
 
 from counterflow.errors import WeightSyncError
-from counterflow.weight_sync.fingerprint import Fingerprints
+from counterflow.weight_sync.fingerprint import Fingerprints, prove
 from counterflow.weight_sync.publisher import Shipment, StagedVersion, actor_of
 from counterflow.weight_sync.slots import SLOTS
 
-Load = Callable[[Shipment, Awaitable[Fingerprints]], Awaitable[int]]
-"""Has an actor load a version, proves it by the fingerprints once they are there, returns when the actor serves it."""
-
+Told = Callable[[Exception], None]
 _ATTEMPTS = 2
 """How often a version is brought to an actor before the actor is given up."""
 
 _NOTHING = -1
 """The version of an actor whose load failed: it is paused, with weights of none."""
+
+
+class Actor(Protocol):
+    """An actor's calls. Each raises WeightSyncError where another try may succeed, else what the actor dies of."""
+
+    async def load(self, shipment: Shipment) -> Sequence[Fingerprints]:
+        """Pause and load a version; returns what each rank of the engine holds then."""
+
+    async def serve(self, version: int) -> None:
+        """Go on with the version that was loaded."""
 
 
 class Port(Protocol):
@@ -46,12 +55,13 @@ class Delivery:
     Args:
         port: the learner.
         together: whether a version goes to all actors at once or not at all, as a broadcast does.
-        given_up: is told of each actor that cannot be served, and why; it is no receiver any more.
+        retried: is told of an actor that failed to load, and why, and is sent the version once more.
     """
 
-    def __init__(self, port: Port, together: bool, given_up: Callable[[str, Exception], None]) -> None:
-        self._port, self._together, self._given_up = port, together, given_up
-        self._actors: dict[str, Load] = {}
+    def __init__(self, port: Port, together: bool, retried: Callable[[str, Exception], None]) -> None:
+        self._port, self._together, self._retried = port, together, retried
+        self._actors: dict[str, Actor] = {}
+        self._given_up: dict[str, Told] = {}
         self._serves: dict[str, int] = {}
         self._pending: StagedVersion | None = None
         self._newest: StagedVersion | None = None
@@ -65,25 +75,29 @@ class Delivery:
         self.repeated = 0
         """Loads that did not succeed and were tried again."""
 
-    async def join(self, actor: str, load: Load) -> bool:
+    async def join(self, name: str, actor: Actor, given_up: Told) -> bool:
         """Make an actor that serves version 0 a receiver; returns once it serves the newest version that was sent.
 
-        False when it could not be served, and is no receiver. Raises whatever the learner dies of.
+        Args:
+            given_up: is told why, should the actor ever not be served; it is no receiver any more then.
+
+        Returns:
+            Whether it is served. Raises whatever the learner dies of.
         """
         async with self.hold:
-            self._actors[actor], self._serves[actor] = load, 0
+            self._actors[name], self._given_up[name], self._serves[name] = actor, given_up, 0
             try:
                 if self._newest is not None:
                     await self._bring(self._newest)
             except BaseException:
-                self.leave(actor)
+                self.leave(name)
                 raise
-            return actor in self._actors
+            return name in self._actors
 
-    def leave(self, actor: str) -> None:
+    def leave(self, name: str) -> None:
         """The actor is no receiver any more."""
-        self._actors.pop(actor, None)
-        self._serves.pop(actor, None)
+        for known in (self._actors, self._given_up, self._serves):
+            known.pop(name, None)
 
     @property
     def actors(self) -> tuple[str, ...]:
@@ -134,52 +148,72 @@ class Delivery:
                 await self._bring(staged)
 
     async def _bring(self, staged: StagedVersion) -> None:
-        """Bring a version to every actor that does not serve it; those that fail twice, or die, are given up."""
+        """Bring a version to every actor that does not serve it; those that fail twice, or die, are given up.
+
+        Ends: each round serves all, has somebody fail once more, or is one in which somebody left.
+        """
         failures: Counter[str] = Counter()
-        while behind := [actor for actor, version in self._serves.items() if version != staged.version]:
+        while behind := [name for name, version in self._serves.items() if version != staged.version]:
             # Who takes part in a broadcast again loads again.
-            actors = list(self._actors) if self._together else behind
-            for actor, error in (await self._ship(staged, actors)).items():
-                failures[actor] += 1
-                if not isinstance(error, WeightSyncError) or failures[actor] == _ATTEMPTS:
-                    self.leave(actor)
-                    self._given_up(actor, error)
+            for name, error in (await self._ship(staged, list(self._actors) if self._together else behind)).items():
+                failures[name] += 1
+                if not isinstance(error, WeightSyncError) or failures[name] == _ATTEMPTS:
+                    given_up = self._given_up[name]
+                    self.leave(name)
+                    given_up(error)
                 else:
                     self.repeated += 1
+                    self._retried(name, error)
         self.served = min(self._serves.values(), default=self.served)
 
-    async def _ship(self, staged: StagedVersion, actors: Sequence[str]) -> dict[str, Exception]:
-        """Ship a version to these actors at once; returns who failed on its own account, and why."""
-        shipment = await self._port.prepare(staged, actors)
-        if any(actor not in self._actors for actor in actors):
+    async def _ship(self, staged: StagedVersion, names: Sequence[str]) -> dict[str, Exception]:
+        """Ship a version to these actors at once; returns which receivers failed on their own account, and why."""
+        shipment = await self._port.prepare(staged, names)
+        if any(name not in self._actors for name in names):
             # Some left meanwhile: a broadcast would wait for them.
             return {}
         sending = asyncio.ensure_future(self._port.send(staged))
-        loads = asyncio.gather(*(self._actors[actor](shipment, sending) for actor in actors), return_exceptions=True)
-        (sent,), answers = await asyncio.gather(asyncio.gather(sending, return_exceptions=True), loads)
+        try:
+            updates = (update(self._actors[name], shipment, sending) for name in names)
+            answers = await asyncio.gather(*updates, return_exceptions=True)
+            (sent,) = await asyncio.gather(sending, return_exceptions=True)
+        finally:
+            sending.cancel()
+        left = set(names).difference(self._actors)
         errors: dict[str, Exception] = {}
-        for actor, answer in zip(actors, answers, strict=True):
-            if isinstance(answer, Exception):
-                errors[actor] = answer
-            elif isinstance(answer, BaseException):
+        for name, answer in zip(names, answers, strict=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, Exception):
                 raise answer
-            if actor in self._serves:
-                self._serves[actor] = _NOTHING if isinstance(answer, Exception) else answer
+            if name not in left:
+                self._serves[name] = staged.version if answer is None else _NOTHING
+                errors |= {} if answer is None else {name: answer}
         if isinstance(sent, BaseException) and not isinstance(sent, WeightSyncError):
             raise sent
-        return self._at_fault(errors, sent if isinstance(sent, WeightSyncError) else None)
+        return _at_fault(errors, sent if isinstance(sent, WeightSyncError) else None, left)
 
-    def _at_fault(self, errors: dict[str, Exception], sent: WeightSyncError | None) -> dict[str, Exception]:
-        """Those that failed on their own account; all where none of them is known to have.
 
-        Args:
-            errors: what each load died of.
-            sent: what the sender says, which knows best whom it lost.
-        """
-        # Where a broadcast breaks, all receivers fail with errors of ours; one that died fails with another.
-        own = {actor: error for actor, error in errors.items() if not isinstance(error, WeightSyncError)}
-        lost = {actor_of(receiver) for receiver in sent.receivers} if sent else set()
-        if sent:
-            own |= dict.fromkeys(lost & errors.keys() - own.keys(), sent)
-        only_others = lost and not lost & self._actors.keys()
-        return own if own or only_others else errors
+async def update(actor: Actor, shipment: Shipment, published: Awaitable[Fingerprints]) -> None:
+    """Load, prove, serve: an engine is told that it has a version once that is proved.
+
+    Args:
+        published: what the actor must hold, once it is known.
+    """
+    held = await actor.load(shipment)
+    prove(f"policy version {shipment.version}", await published, held)
+    await actor.serve(shipment.version)
+
+
+def _at_fault(errors: dict[str, Exception], sent: WeightSyncError | None, left: set[str]) -> dict[str, Exception]:
+    """Those that failed on their own account; all where none of them is known to have.
+
+    Args:
+        errors: what each receiver failed with.
+        sent: what the sender says, which knows best whom it lost.
+        left: who was to load, too, and is no receiver any more.
+    """
+    # Where a broadcast breaks, all receivers fail with errors of ours; one that died fails with another.
+    own = {name: error for name, error in errors.items() if not isinstance(error, WeightSyncError)}
+    lost = {actor_of(receiver) for receiver in sent.receivers} if sent else set()
+    if sent:
+        own |= dict.fromkeys(lost & errors.keys() - own.keys(), sent)
+    return own if own or lost & left else errors

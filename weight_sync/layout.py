@@ -1,4 +1,4 @@
-"""How a model's tensors lie in one buffer: the map that publisher and receivers share. Data only."""
+"""How a model's tensors lie in one buffer: the map that publisher and receivers share. Data, and pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.adapter import Adapter
+
+NamedTensor = tuple[str, torch.Tensor]
 
 ALIGNMENT = 64
 
@@ -33,7 +36,7 @@ class Layout:
     adapter: Adapter | None = None
     """What the tensors are to be merged into; None where they are the model's own."""
 
-    def views(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def views(self, buffer: torch.Tensor) -> Iterator[NamedTensor]:
         """Name and view of every tensor in `buffer`, a uint8 tensor of at least `total_bytes`. Copies nothing."""
         for slot in self.slots:
             raw = buffer[slot.offset : slot.offset + slot.size_bytes]
@@ -61,13 +64,13 @@ class Layout:
         return cls(slots, data["total_bytes"], data["adapter"] and Adapter.from_dict(data["adapter"]))
 
 
-def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: torch.nn.Module) -> Iterator[NamedTensor]:
     """The parameters of a model under their Hugging Face names; tied ones once."""
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
 
 
-def lay_out(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, adapter: Adapter | None = None) -> Layout:
+def lay_out(tensors: Iterable[NamedTensor], dtype: torch.dtype, adapter: Adapter | None = None) -> Layout:
     """The layout of tensors sent as `dtype`."""
     slots, offset = [], 0
     for name, tensor in tensors:
@@ -75,3 +78,30 @@ def lay_out(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, ada
         slots.append(TensorSlot(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), offset, size))
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     return Layout(tuple(slots), offset, adapter)
+
+
+def expect(tensors: Iterator[NamedTensor], slot: TensorSlot) -> torch.Tensor:
+    """The next of the tensors, which must be the one that belongs in this place.
+
+    Raises:
+        WeightSyncError: it has another name or shape, or there is none.
+    """
+    given = next(tensors, None)
+    if given is None:
+        raise WeightSyncError(f"the tensors ended where the layout has {slot.name!r}")
+    name, tensor = given
+    if (name, tuple(tensor.shape)) != (slot.name, slot.shape):
+        raise WeightSyncError(
+            f"tensor {name!r} of shape {tuple(tensor.shape)} where the layout has {slot.name!r} of shape {slot.shape}"
+        )
+    return tensor.detach()
+
+
+def expect_end(tensors: Iterator[NamedTensor]) -> None:
+    """See that there are no more tensors.
+
+    Raises:
+        WeightSyncError: there are.
+    """
+    if (left := next(tensors, None)) is not None:
+        raise WeightSyncError(f"tensor {left[0]!r} came after the last of the layout")

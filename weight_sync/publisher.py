@@ -30,7 +30,6 @@ class Shipment:
     """A staged version ready to travel: all that a receiver must know to load it."""
 
     version: int
-    slot: int
     way: dict[str, Any]
     """How to get at the weights: plain data, `transport` among it."""
 
@@ -57,7 +56,7 @@ class Publisher:
 
     def __init__(self, slots: Slots, transport: Transport, ranks: int = 1) -> None:
         self._slots, self._transport, self._ranks = slots, transport, ranks
-        self._fingerprints: dict[StagedVersion, Fingerprints] = {}
+        self._published: tuple[StagedVersion, Fingerprints] | None = None
 
     @property
     def layout(self) -> Layout:
@@ -71,7 +70,8 @@ class Publisher:
             WeightSyncError: they are not those of the layout.
         """
         staged = StagedVersion(version, slot)
-        self._fingerprints.pop(staged, None)
+        if self._published and self._published[0] == staged:
+            self._published = None
         self._slots.fill(slot, tensors)
         return staged
 
@@ -82,7 +82,7 @@ class Publisher:
             WeightSyncError: the transport cannot.
         """
         receivers = [receiver for actor in actors for receiver in receivers_of(actor, self._ranks)]
-        return Shipment(staged.version, staged.slot, self._transport.prepare(staged, receivers))
+        return Shipment(staged.version, self._transport.prepare(staged, receivers))
 
     def send(self, staged: StagedVersion) -> Fingerprints:
         """Bring a prepared version to its receivers, while they load it; returns what they must hold then.
@@ -91,11 +91,13 @@ class Publisher:
             WeightSyncError: it did not reach all of them; names those at fault where they are known.
         """
         self._transport.send(staged)
-        if staged not in self._fingerprints:
-            # Not again for a second try: the slot may have been spoilt since.
-            tensors = self._slots.tensors(staged.slot)
-            self._fingerprints = {staged: by_group((name, fingerprint(tensor)) for name, tensor in tensors)}
-        return self._fingerprints[staged]
+        if self._published and self._published[0] == staged:
+            # Those of the first try: the slot may have been spoilt since.
+            return self._published[1]
+        tensors = self._slots.tensors(staged.slot)
+        found = by_group((name, fingerprint(tensor)) for name, tensor in tensors)
+        self._published = staged, found
+        return found
 
     def close(self) -> None:
         """Let go of the transport and the slots."""

@@ -41,7 +41,6 @@ class ReceiverUpdate(WeightTransferUpdateInfo):
     """Which version comes which way."""
 
     version: int
-    slot: int
     way: dict[str, Any]
 
 
@@ -81,7 +80,7 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         """Load every tensor of the version."""
         source = self._open(update_info.way["transport"])
         arrive = self._load if self._merger is None else self._merger.arrive
-        source.receive(update_info.way, update_info.version, update_info.slot, arrive)
+        source.receive(update_info.way, update_info.version, arrive)
         if self._merger is not None:
             self._merger.load(self._load)
 

@@ -1,13 +1,12 @@
 """Slots: two places for whole versions, out of the optimizer's way. One may be on its way while the other is filled.
 
-On Linux they have no name: whoever runs on this host, under the same user, maps them through the owner's open files,
+They have no name: whoever runs on this host, under the same user, maps them through the owner's open files,
 and they end with the owner however it ends.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import psutil
 import torch
 
 from counterflow.errors import WeightSyncError
-from counterflow.weight_sync.layout import Layout
+from counterflow.weight_sync.layout import Layout, NamedTensor, expect, expect_end
 
 SLOTS = 2
 
@@ -53,18 +52,18 @@ class Slots:
                 f"no room for {SLOTS} x {layout.total_bytes:,} bytes on {device}, where versions are staged: {error}"
             ) from error
 
-    def fill(self, slot: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def fill(self, slot: int, tensors: Iterable[NamedTensor]) -> None:
         """Copy the tensors, in the order of the layout, into `slot`, converting to the layout's dtype.
 
         Raises:
             WeightSyncError: they are not those of the layout.
         """
-        for (name, view), (given, tensor) in zip(self.tensors(slot), tensors, strict=True):
-            if name != given:
-                raise WeightSyncError(f"tensor {given!r} where the layout has {name!r}")
-            view.copy_(tensor)
+        given = iter(tensors)
+        for place, (_, view) in zip(self.layout.slots, self.tensors(slot), strict=True):
+            view.copy_(expect(given, place))
+        expect_end(given)
 
-    def tensors(self, slot: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, slot: int) -> Iterator[NamedTensor]:
         """Name and view of every tensor in `slot`."""
         return self.layout.views(self._buffers[slot])
 
@@ -73,21 +72,13 @@ class Slots:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
-        for path in self.paths:
-            if not path.startswith("/proc/"):
-                Path(path).unlink(missing_ok=True)
 
     def _reserve(self, slot: int) -> str:
         """Bytes that are really there."""
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create(f"counterflow-slot-{slot}", os.MFD_CLOEXEC)
-            self._descriptors.append(descriptor)
-            os.posix_fallocate(descriptor, 0, max(self.layout.total_bytes, 1))
-            return f"/proc/{os.getpid()}/fd/{descriptor}"
-        descriptor, path = tempfile.mkstemp(prefix=f"counterflow-slot-{slot}-")
+        descriptor = os.memfd_create(f"counterflow-slot-{slot}", os.MFD_CLOEXEC)
         self._descriptors.append(descriptor)
-        os.truncate(descriptor, max(self.layout.total_bytes, 1))
-        return path
+        os.posix_fallocate(descriptor, 0, max(self.layout.total_bytes, 1))
+        return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def map_slot(path: str, size: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from counterflow.weight_sync.slots import map_slot
 class Source(Protocol):
     """One rank's end of a transport."""
 
-    def receive(self, way: dict[str, Any], version: int, slot: int, load: Load) -> None:
+    def receive(self, way: dict[str, Any], version: int, load: Load) -> None:
         """Have `load` take every tensor of a version, in the layout's order.
 
         Raises:
@@ -36,19 +36,18 @@ class SharedMemorySource:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._paths: list[str] = []
-        self._buffers: list[torch.Tensor] = []
+        self._mapped: dict[str, torch.Tensor] = {}
 
-    def receive(self, way: dict[str, Any], version: int, slot: int, load: Load) -> None:
-        """Hand on views of the slot."""
-        if way["paths"] != self._paths:
-            self._buffers = [map_slot(path, self._layout.total_bytes) for path in way["paths"]]
-            self._paths = way["paths"]
-        load(self._layout.views(self._buffers[slot]))
+    def receive(self, way: dict[str, Any], version: int, load: Load) -> None:
+        """Hand on views of the slot, which stays mapped for the next time."""
+        path = way["path"]
+        if path not in self._mapped:
+            self._mapped[path] = map_slot(path, self._layout.total_bytes)
+        load(self._layout.views(self._mapped[path]))
 
     def close(self) -> None:
         """Unmap them."""
-        self._paths, self._buffers = [], []
+        self._mapped.clear()
 
 
 class BroadcastSource:
@@ -58,7 +57,7 @@ class BroadcastSource:
         self._receiver = Receiver(name, layout, device)
         self._joined: Invitation | None = None
 
-    def receive(self, way: dict[str, Any], version: int, slot: int, load: Load) -> None:
+    def receive(self, way: dict[str, Any], version: int, load: Load) -> None:
         """Hand on copies: the buckets are filled again while an engine still keeps what it was given."""
         invitation = Invitation.from_dict(way["invitation"])
         if invitation != self._joined:
@@ -82,7 +81,7 @@ class DiskSource:
     def __init__(self, device: str) -> None:
         self._device = device
 
-    def receive(self, way: dict[str, Any], version: int, slot: int, load: Load) -> None:
+    def receive(self, way: dict[str, Any], version: int, load: Load) -> None:
         """Hand on the file's tensors, read one by one."""
         from safetensors import SafetensorError, safe_open
 

@@ -62,6 +62,8 @@ def open_publisher(config: RunConfig, layout: Layout, folder: Path) -> Publisher
         WeightSyncError: there is no room to stage versions.
     """
     sync = config.weight_sync
+    if sync.transport == "auto":
+        raise ValueError("weight_sync.transport is still auto: settle it first")
     device = "cuda" if sync.transport == "nccl" else "cpu"
     slots = Slots(layout, device)
     transport: Transport
@@ -70,7 +72,7 @@ def open_publisher(config: RunConfig, layout: Layout, folder: Path) -> Publisher
     elif sync.transport in BROADCASTS:
         # The group forms, connects and moves a bucket, each in so long: before the callers of both ends lose patience.
         patience_s = sync.timeout_s / 3
-        sender = Sender(layout, sync.host or "127.0.0.1", sync.transport, sync.bucket_bytes, patience_s, device)
+        sender = Sender(layout, sync.bucket_bytes, sync.host or "127.0.0.1", sync.transport, patience_s, device)
         transport = Broadcast(slots, sender, sync.transport)
     else:
         transport = SharedMemory(slots)
@@ -78,14 +80,14 @@ def open_publisher(config: RunConfig, layout: Layout, folder: Path) -> Publisher
 
 
 class SharedMemory:
-    """Receivers map the slots: nothing is sent."""
+    """Receivers map the slot: nothing is sent."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
 
     def prepare(self, staged: StagedVersion, receivers: Sequence[str]) -> dict[str, Any]:
-        """Say where the slots are."""
-        return {"transport": "shared_memory", "paths": self._slots.paths}
+        """Say where the slot is."""
+        return {"transport": "shared_memory", "path": self._slots.paths[staged.slot]}
 
     def send(self, staged: StagedVersion) -> None:
         """Nothing is left to do."""

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from counterflow.weight_sync.collective import BUCKET_BYTES, Sender
+from counterflow.configs.schema import WeightSyncSection
+from counterflow.weight_sync.collective import Sender
 from counterflow.weight_sync.collective_receiver import Receiver
 from counterflow.weight_sync.layout import Layout, lay_out
 
@@ -105,7 +106,7 @@ def answer(pipe: Connection, ranks: list[SpawnProcess]) -> Any:
 
 
 def broadcasts(
-    size_mb: int, bucket_bytes: int = BUCKET_BYTES, repeats: int = 4, turns: int = 3
+    size_mb: int, bucket_bytes: int = WeightSyncSection().bucket_bytes, repeats: int = 4, turns: int = 3
 ) -> dict[str, list[float]]:
     """Seconds of each broadcast, `ours` and the `rival`'s: `repeats` of a side in a row, the sides taking turns."""
     context = multiprocessing.get_context("spawn")

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from counterflow.weight_sync import loaded
-from counterflow.weight_sync.buckets import NamedTensor
 from counterflow.weight_sync.collective_receiver import Load
+from counterflow.weight_sync.layout import NamedTensor
 from counterflow.weight_sync.receiver import DeliveryProof
 from counterflow.weight_sync.sources import SharedMemorySource
 
@@ -68,10 +68,10 @@ class TimedProof(DeliveryProof):
         module.fingerprint = watch.within("proof", module.fingerprint)
         receive: Any = SharedMemorySource.receive
 
-        def received(source: Any, way: Any, version: int, slot: int, load: Load) -> None:
+        def received(source: Any, way: Any, version: int, load: Load) -> None:
             taken = watch.within("load", load)
             with watch.during("transfer"):
-                receive(source, way, version, slot, lambda tensors: taken(_handed_over(tensors, watch)))
+                receive(source, way, version, lambda tensors: taken(_handed_over(tensors, watch)))
 
         setattr(SharedMemorySource, "receive", received)  # noqa: B010
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +19,8 @@ from transformers import LlamaForCausalLM
 
 from counterflow.buffer.trajectory import Float32Array
 from counterflow.configs.schema import RunConfig
-from counterflow.weight_sync.delivery import Delivery, Load
-from counterflow.weight_sync.fingerprint import Fingerprints, prove
+from counterflow.weight_sync.delivery import Actor, Delivery, update
+from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.layout import lay_out, named_weights
 from counterflow.weight_sync.publisher import Publisher, Shipment, StagedVersion
 from counterflow.weight_sync.slots import Slots
@@ -67,7 +67,12 @@ class Learner:
         self.version = 0
         self.given_up: list[tuple[str, str]] = []
         together = config.weight_sync.transport in BROADCASTS
-        self.delivery = Delivery(self, together, lambda actor, error: self.given_up.append((actor, str(error))))
+        self.retried: list[str] = []
+        self.delivery = Delivery(self, together, lambda actor, error: self.retried.append(f"{actor}: {error}"))
+
+    async def join(self, name: str, actor: Actor) -> None:
+        """Make an actor a receiver."""
+        await self.delivery.join(name, actor, lambda error: self.given_up.append((name, str(error))))
 
     def first(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights of version 0."""
@@ -224,7 +229,7 @@ class Engines:
         try:
             staged = first.stage(0, 0, learner.first())
             shipment = first.prepare(staged, [name(index)])
-            await update(engine, shipment, first.send(staged))
+            await update(engine, shipment, known(first.send(staged)))
         finally:
             first.close()
         return engine
@@ -243,28 +248,14 @@ class Engines:
             engine.shutdown()
 
 
+async def known(published: Fingerprints) -> Fingerprints:
+    """What was published, where it need not be waited for."""
+    return published
+
+
 def name(index: int) -> str:
     """What Delivery calls an engine."""
     return f"engine {index}"
-
-
-def loader(engine: Engine) -> Load:
-    """What Delivery calls to have this engine load a version."""
-
-    async def load(shipment: Shipment, published: Awaitable[Fingerprints]) -> int:
-        held = await engine.load(shipment)
-        prove(f"policy version {shipment.version}", await published, held)
-        await engine.serve(shipment.version)
-        return engine.version
-
-    return load
-
-
-async def update(engine: Engine, shipment: Shipment, published: Fingerprints) -> None:
-    """Have an engine serve a version that was sent."""
-    sent: asyncio.Future[Fingerprints] = asyncio.get_running_loop().create_future()
-    sent.set_result(published)
-    await loader(engine)(shipment, sent)
 
 
 def _cores() -> set[psutil.Process]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from live_engines import update
+from live_engines import known
 from llamas import save_llama
 
 from counterflow.cluster import process_environment
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import WeightSyncError
+from counterflow.weight_sync.delivery import update
 from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.layout import Layout, lay_out, named_weights
 from counterflow.weight_sync.publisher import Publisher, Shipment
@@ -60,10 +62,11 @@ class Pair:
         return self.publisher.prepare(staged, ["actor 0"]), self.publisher.send(staged)
 
     def views(self, sent: Sent) -> dict[str, torch.Tensor]:
-        return dict(self.slots.tensors(sent[0].slot))
+        return dict(self.slots.tensors(sent[0].version % 2))
 
     def update(self, sent: Sent) -> None:
-        self.run(update(self.engine, *sent))
+        shipment, published = sent
+        self.run(update(self.engine, shipment, known(published)))
 
     def gap(self) -> float:
         """Largest difference of a sampled token's log-prob from the model's, in nats."""
@@ -177,15 +180,34 @@ def test_layers_arrive_in_each_others_place(pair: Pair) -> None:
     assert pair.gap() < 1e-4
 
 
-def test_failed_update_does_not_name_its_actor() -> None:
+def test_actor_is_idle_while_its_version_is_proved() -> None:
     from counterflow.actors.busy_clock import BusyClock
     from counterflow.actors.rollout import RolloutActor
 
-    class Refusing:
-        async def load(self, shipment: Shipment) -> None:
-            raise WeightSyncError("policy version 3: other weights")
+    class Willing:
+        async def load(self, shipment: Shipment) -> list[Fingerprints]:
+            if shipment.version == 1:
+                raise WeightSyncError("policy version 1 was not loaded")
+            return []
 
-    actor = RolloutActor.__new__(RolloutActor)
-    actor._name, actor._busy, actor._engine = "actor 5", BusyClock("actor 5", 0.0), Refusing()  # type: ignore[assignment]
-    with pytest.raises(WeightSyncError, match="actor 5: policy version 3: other weights"):
-        asyncio.run(actor.load(Shipment(3, 0, {})))
+        async def serve(self, version: int) -> None:
+            pass
+
+    async def main() -> None:
+        actor = RolloutActor.__new__(RolloutActor)
+        actor._busy, actor._engine = BusyClock("actor 5", 0.0), Willing()  # type: ignore[assignment]
+        actor._update, actor._new_version = ExitStack(), asyncio.Event()
+        with pytest.raises(WeightSyncError):
+            await actor.load(Shipment(1, {}))
+        await actor.load(Shipment(2, {}))
+        loaded = actor._busy._now()
+        await asyncio.sleep(0.01)
+        await actor.serve(2)
+        served = actor._busy._now()
+        first, second = actor._busy.drain()
+        # Without a gap, from the first load to the service.
+        assert {first.activity, second.activity} == {"update"} and second.start - first.end < 0.01
+        assert second.start <= loaded < loaded + 0.01 <= second.end <= served
+        assert actor._busy.drain() == []
+
+    asyncio.run(main())

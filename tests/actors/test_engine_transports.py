@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,19 +15,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_peers import Peer, Peers
-from live_engines import CLOSE, LONG, SAMPLES, SHORT, Answer, Asker, Engines, Learner, loader, make_model, name
+from live_engines import CLOSE, LONG, SAMPLES, SHORT, Answer, Asker, Engines, Learner, make_model, name
 
 from counterflow.cluster import process_environment
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ProcessDied, WeightSyncError
 from counterflow.weight_sync.buckets import Header, plan
 from counterflow.weight_sync.collective import Sender
-from counterflow.weight_sync.delivery import Load
+from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.group import Group, Invitation
 from counterflow.weight_sync.publisher import Shipment
 
 if TYPE_CHECKING:
     from counterflow.actors.vllm_engine import VllmEngine
+
+
+WITHIN_S = 500.0
+"""Seconds after which a test hangs."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def settings(model: Path, **weight_sync: Any) -> RunConfig:
             "admission": {"samples_per_group": SAMPLES},
             "actors": {"kv_cache_bytes": 64 << 20},
             # Buckets that cut tensors.
-            "weight_sync": {"bucket_bytes": 1 << 14, **weight_sync},
+            "weight_sync": {"transport": "shared_memory", "bucket_bytes": 1 << 14, **weight_sync},
         }
     )
 
@@ -84,12 +88,12 @@ def test_late_engine_serves_a_version_before_the_newest(
     async def main() -> None:
         async with learning(config, tmp_path) as learner:
             asker = Asker(await engines.one(learner, 0, config))
-            await learner.delivery.join(name(0), loader(asker.engine))
+            await learner.join(name(0), asker.engine)
             async with asker.at_work():
                 for _ in range(7):
                     await learner.deliver()
                 late = Asker(await engines.one(learner, 1, config))
-                await learner.delivery.join(name(1), loader(late.engine))
+                await learner.join(name(1), late.engine)
                 assert late.engine.version == learner.delivery.served == 7
                 joined = await late.ask(SHORT) + await late.ask(LONG)
                 assert all(answer.versions == [7] for answer in joined)
@@ -99,7 +103,7 @@ def test_late_engine_serves_a_version_before_the_newest(
             assert learner.given_up == [] and asker.lost == asker.engine.restarted == 0
             assert learner.worst(asker.answers + late.answers) < CLOSE
 
-    runner.run(main())
+    runner.run(asyncio.wait_for(main(), WITHIN_S))
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
@@ -111,15 +115,19 @@ def test_engine_that_leaves_during_an_update_keeps_it_from_the_others(
     async def main() -> None:
         loading, gone = asyncio.Event(), asyncio.Event()
 
-        async def leave(shipment: Shipment) -> int:
-            loading.set()
-            await gone.wait()
-            raise WeightSyncError("engine 1 is not here any more")
+        class Leaver:
+            async def load(self, shipment: Shipment) -> Sequence[Fingerprints]:
+                loading.set()
+                await gone.wait()
+                raise WeightSyncError("engine 1 is not here any more")
+
+            async def serve(self, version: int) -> None:
+                raise AssertionError
 
         async with learning(config, tmp_path) as learner:
             asker = Asker((await engines.serve(learner, 2, config))[0])
-            await learner.delivery.join(name(0), loader(asker.engine))
-            await learner.delivery.join(name(1), leave)
+            await learner.join(name(0), asker.engine)
+            await learner.join(name(1), Leaver())
             async with asker.at_work():
                 await learner.publish()
                 await loading.wait()
@@ -134,7 +142,7 @@ def test_engine_that_leaves_during_an_update_keeps_it_from_the_others(
             assert {version for answer in asker.answers for version in answer.versions} == {0, 1, 2}
             assert learner.worst(asker.answers) < CLOSE
 
-    runner.run(main())
+    runner.run(asyncio.wait_for(main(), WITHIN_S))
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
@@ -148,7 +156,7 @@ def test_update_under_load_loses_a_request_or_mixes_versions(
         async with learning(config, tmp_path) as learner, AsyncExitStack() as stack:
             askers = [Asker(engine) for engine in await engines.serve(learner, 2, config)]
             for i, asker in enumerate(askers):
-                await learner.delivery.join(name(i), loader(asker.engine))
+                await learner.join(name(i), asker.engine)
                 await stack.enter_async_context(asker.at_work())
             for _ in range(updates):
                 # Some responses begin with each version, others are in their middle.
@@ -165,7 +173,7 @@ def test_update_under_load_loses_a_request_or_mixes_versions(
                 assert sum(len(found) > 1 for found in versions) > updates
                 assert learner.worst(asker.answers) < CLOSE
 
-    runner.run(main())
+    runner.run(asyncio.wait_for(main(), WITHIN_S))
 
 
 def test_new_request_meets_the_cache_of_an_older_version(
@@ -181,7 +189,7 @@ def test_new_request_meets_the_cache_of_an_older_version(
     async def main() -> None:
         async with learning(config, tmp_path) as learner:
             asker = Asker(await engines.one(learner, 0, config))
-            await learner.delivery.join(name(0), loader(asker.engine))
+            await learner.join(name(0), asker.engine)
             fresh: list[Answer] = []
             async with asker.at_work():
                 for _ in range(6):
@@ -204,7 +212,7 @@ def test_new_request_meets_the_cache_of_an_older_version(
                 unkept = await asker.ask(LONG)
             assert learner.worst(unkept) > 100 * CLOSE
 
-    runner.run(main())
+    runner.run(asyncio.wait_for(main(), WITHIN_S))
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "abort"])
@@ -216,7 +224,7 @@ def test_response_goes_on_under_another_version(
     async def main() -> None:
         async with learning(config, tmp_path) as learner:
             asker = Asker(await engines.one(learner, 0, config))
-            await learner.delivery.join(name(0), loader(asker.engine))
+            await learner.join(name(0), asker.engine)
             async with asker.at_work():
                 for _ in range(6):
                     await asker.more()
@@ -229,7 +237,7 @@ def test_response_goes_on_under_another_version(
             assert {answer.versions[0] for answer in asker.answers} == set(range(7))
             assert learner.worst(asker.answers) < CLOSE
 
-    runner.run(main())
+    runner.run(asyncio.wait_for(main(), WITHIN_S))
 
 
 @pytest.mark.parametrize(("in_flight", "every"), [("keep", 1), ("wait", 6), ("abort", 6)])
@@ -257,7 +265,7 @@ def test_update_that_failed_half_way_spoils_the_next(
     async def main() -> None:
         async with learning(config, tmp_path) as learner:
             asker = Asker(await engines.one(learner, 0, config))
-            await learner.delivery.join(name(0), loader(asker.engine))
+            await learner.join(name(0), asker.engine)
             async with asker.at_work():
                 buckets = range(0, len(plan(learner.layout, config.weight_sync.bucket_bytes)), every)
                 for bucket in buckets:
@@ -270,43 +278,45 @@ def test_update_that_failed_half_way_spoils_the_next(
             assert asker.lost == 0
             assert learner.worst(asker.answers) < CLOSE
 
-    runner.run(main())
+    runner.run(asyncio.wait_for(main(), WITHIN_S))
 
 
 def test_version_that_was_cut_off_on_disk_is_served(
     model: Path, engines: Engines, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
     config = settings(model, transport="disk", folder=tmp_path / "shared")
-    errors: list[str] = []
 
     async def main() -> None:
         async with learning(config, tmp_path) as learner:
             asker = Asker(await engines.one(learner, 0, config))
 
-            async def load(shipment: Shipment) -> int:
-                if shipment.version == 3 and not errors:
-                    os.truncate(shipment.way["path"], 1000)
-                try:
-                    return await loader(asker.engine)(shipment)
-                except WeightSyncError as error:
-                    errors.append(str(error))
-                    raise
+            class CutOff:
+                cut = False
 
-            await learner.delivery.join(name(0), load)
+                async def load(self, shipment: Shipment) -> Sequence[Fingerprints]:
+                    if shipment.version == 3 and not self.cut:
+                        self.cut = True
+                        os.truncate(shipment.way["path"], 1000)
+                    return await asker.engine.load(shipment)
+
+                async def serve(self, version: int) -> None:
+                    await asker.engine.serve(version)
+
+            await learner.join(name(0), CutOff())
             async with asker.at_work():
                 for _ in range(4):
                     await asker.more()
                     await learner.deliver()
                     assert learner.given_up == []
                 await asker.more()
-            (error,) = errors
+            (error,) = learner.retried
             assert "policy version 3 was not loaded" in error and "version-00000003.safetensors cannot be read" in error
             assert asker.lost == asker.engine.restarted == 0
             assert {version for answer in asker.answers for version in answer.versions} == set(range(5))
             assert learner.worst(asker.answers) < CLOSE
         assert list((tmp_path / "shared").iterdir()) == []
 
-    runner.run(main())
+    runner.run(asyncio.wait_for(main(), WITHIN_S))
 
 
 def test_engine_killed_during_a_broadcast_takes_another_down(
@@ -327,8 +337,8 @@ def test_engine_killed_during_a_broadcast_takes_another_down(
         async with learning(config, tmp_path) as learner:
             survivor, victim = await engines.serve(learner, 2, config)
             asker = Asker(survivor)
-            await learner.delivery.join(name(0), loader(survivor))
-            await learner.delivery.join(name(1), loader(victim))
+            await learner.join(name(0), survivor)
+            await learner.join(name(1), victim)
             async with asker.at_work():
                 await learner.deliver()
                 await asker.more()
@@ -346,7 +356,7 @@ def test_engine_killed_during_a_broadcast_takes_another_down(
             assert learner.worst(asker.answers) < CLOSE
             engines.forget(victim)
 
-    runner.run(main())
+    runner.run(asyncio.wait_for(main(), WITHIN_S))
 
 
 @pytest.mark.slow
@@ -357,16 +367,16 @@ def test_receivers_killed_at_any_moment_spoil_an_engine(
     moments = random.Random(5)
 
     async def main() -> None:
-        async with learning(config, tmp_path) as learner, asyncio.timeout(500):
+        async with learning(config, tmp_path) as learner:
             peers = Peers(learner.layout)
             asker = Asker(await engines.one(learner, 0, config))
-            await learner.delivery.join(name(0), loader(asker.engine))
+            await learner.join(name(0), asker.engine)
             try:
                 async with asker.at_work():
                     for kill in range(20):
                         victim = f"victim-{kill}"
                         (peer,) = await asyncio.to_thread(peers.start, f"{victim}/0")
-                        await learner.delivery.join(victim, bare_loader(peer))
+                        await learner.join(victim, Bare(peer))
                         await learner.publish()
                         await asyncio.sleep(moments.uniform(0, 0.6))
                         peer.signal(signal.SIGKILL)
@@ -383,28 +393,35 @@ def test_receivers_killed_at_any_moment_spoil_an_engine(
             assert asker.lost == asker.engine.restarted == 0
             assert learner.worst(asker.answers) < CLOSE
 
-    runner.run(main())
+    runner.run(asyncio.wait_for(main(), WITHIN_S))
 
 
-def bare_loader(peer: Peer) -> Load:
-    """Has a receiver without an engine load versions, slowly."""
-    joined: list[Invitation] = []
+class Bare:
+    """A receiver without an engine, which loads versions slowly."""
 
-    def receive(shipment: Shipment) -> int:
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._joined: Invitation | None = None
+
+    async def load(self, shipment: Shipment) -> Sequence[Fingerprints]:
+        return [await asyncio.to_thread(self._receive, shipment)]
+
+    async def serve(self, version: int) -> None:
+        """There is nothing to go on with."""
+
+    def _receive(self, shipment: Shipment) -> Fingerprints:
         invitation = Invitation.from_dict(shipment.way["invitation"])
         try:
-            if joined != [invitation]:
-                joined.clear()
-                peer.ask("join", invitation)
-                peer.answer()
-                joined.append(invitation)
-            peer.ask("receive", shipment.version, 0.02)
-            peer.answer()
+            if self._joined != invitation:
+                self._joined = None
+                self._peer.ask("join", invitation)
+                self._peer.answer()
+                self._joined = invitation
+            self._peer.ask("fingerprints", shipment.version, 0.02)
+            held: Fingerprints = self._peer.answer()
         except WeightSyncError:
-            joined.clear()
+            self._joined = None
             raise
         except (EOFError, OSError) as error:
-            raise ProcessDied(f"{peer.name} died") from error
-        return shipment.version
-
-    return lambda shipment: asyncio.to_thread(receive, shipment)
+            raise ProcessDied(f"{self._peer.name} died") from error
+        return held

@@ -19,16 +19,15 @@ import torch
 from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.collective import Sender
 from counterflow.weight_sync.collective_receiver import Receiver
+from counterflow.weight_sync.fingerprint import Fingerprints, by_group, fingerprint
 from counterflow.weight_sync.group import Invitation
-from counterflow.weight_sync.layout import Layout
+from counterflow.weight_sync.layout import Layout, NamedTensor
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # Not our own modules: the server would look for them in the folder where the tests were started.
 PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor"])
 
 ANSWER_S = 120
-
-NamedTensor = tuple[str, torch.Tensor]
 
 
 def digest(tensors: Iterable[NamedTensor]) -> str:
@@ -148,6 +147,14 @@ def _join(receiver: Receiver, invitation: Invitation) -> None:
 
 
 def _receive(receiver: Receiver, version: int, pause_s: float = 0.0) -> str:
+    return digest(_loaded(receiver, version, pause_s))
+
+
+def _fingerprints(receiver: Receiver, version: int, pause_s: float) -> Fingerprints:
+    return by_group((name, fingerprint(tensor)) for name, tensor in _loaded(receiver, version, pause_s))
+
+
+def _loaded(receiver: Receiver, version: int, pause_s: float) -> list[NamedTensor]:
     loaded = []
 
     def load(tensors: Iterator[NamedTensor]) -> None:
@@ -157,7 +164,7 @@ def _receive(receiver: Receiver, version: int, pause_s: float = 0.0) -> str:
 
     receiver.receive(version, load)
     assert receiver.holds == version and not torch.distributed.is_initialized()
-    return digest(loaded)
+    return loaded
 
 
 def _leave_at(receiver: Receiver, version: int, tensor_name: str) -> None:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from collective_peers import (
     ANSWER_S,
     PROCESSES,
-    NamedTensor,
     Peer,
     Peers,
     broadcast,
@@ -37,7 +36,7 @@ from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.buckets import Header
 from counterflow.weight_sync.collective import Sender, gathered
 from counterflow.weight_sync.group import Group
-from counterflow.weight_sync.layout import Layout, lay_out, named_weights
+from counterflow.weight_sync.layout import Layout, NamedTensor, lay_out, named_weights
 
 TIMEOUT_S = 8.0
 SOON_S = TIMEOUT_S / 2

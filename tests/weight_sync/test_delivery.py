@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.errors import DeadlineExceeded, ProcessDied, WeightSyncError
-from counterflow.weight_sync.delivery import Delivery, Load
+from counterflow.weight_sync.delivery import Delivery
 from counterflow.weight_sync.fingerprint import Fingerprint, Fingerprints
 from counterflow.weight_sync.publisher import Shipment, StagedVersion
 
@@ -25,10 +26,14 @@ class Learner:
         self.holds: dict[str, int | None] = {}
         self.errors: dict[str, list[Exception]] = {}
         self.lost: list[tuple[str, str]] = []
+        self.spoilt: dict[str, int] = {}
+        self.told: list[tuple[str, str]] = []
         self.sends: list[Exception] = []
+        self.leaving: list[str] = []
+        self.on_send: Callable[[], object] = lambda: None
         self.gate = asyncio.Event()
         self.gate.set()
-        self.delivery = Delivery(self, together, lambda actor, error: self.lost.append((actor, str(error))))
+        self.delivery = Delivery(self, together, lambda actor, error: self.told.append((actor, str(error))))
 
     async def stage(self, slot: int) -> StagedVersion:
         await asyncio.sleep(0)
@@ -37,36 +42,50 @@ class Learner:
 
     async def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
         await asyncio.sleep(0)
-        return Shipment(staged.version, staged.slot, {"actors": list(actors)})
+        return Shipment(staged.version, {"slot": staged.slot, "actors": list(actors)})
 
     async def send(self, staged: StagedVersion) -> Fingerprints:
+        self.on_send()
+        await self.gate.wait()
+        if self.leaving:
+            self.delivery.leave(self.leaving.pop(0))
         if self.sends:
             raise self.sends.pop(0)
         return {"norm": Fingerprint(staged.version, 0)}
 
-    def load(self, actor: str) -> Load:
-        async def load(shipment: Shipment, published: Awaitable[Fingerprints]) -> int:
-            await self.gate.wait()
-            # A load that fails leaves an engine paused, with weights of no version.
-            self.holds[actor] = None
-            if self.errors.get(actor):
-                raise self.errors[actor].pop(0)
-            # What is in the slot when it is read must be what was announced.
-            assert self.slots[shipment.slot] == shipment.version
-            self.loaded.setdefault(actor, []).append(shipment.version)
-            assert await published == {"norm": Fingerprint(shipment.version, 0)}
-            self.holds[actor] = shipment.version
-            return shipment.version
-
-        return load
-
     async def join(self, *actors: str) -> None:
         for actor in actors:
-            await self.delivery.join(actor, self.load(actor))
+            await self.join_one(actor)
+
+    async def join_one(self, actor: str) -> bool:
+        return await self.delivery.join(actor, Actor(self, actor), lambda error: self.lost.append((actor, str(error))))
 
     async def publish(self, version: int) -> None:
         self.version = version
         await self.delivery.publish()
+
+
+@dataclass
+class Actor:
+    """One of the learner's actors. A load that fails leaves it paused, with weights of no version."""
+
+    learner: Learner
+    name: str
+
+    async def load(self, shipment: Shipment) -> list[Fingerprints]:
+        learner = self.learner
+        await learner.gate.wait()
+        learner.holds[self.name] = None
+        if learner.errors.get(self.name):
+            raise learner.errors[self.name].pop(0)
+        # What is in the slot when it is read must be what was announced.
+        found = learner.slots[shipment.way["slot"]]
+        assert found == shipment.version
+        learner.loaded.setdefault(self.name, []).append(found)
+        return [{"norm": Fingerprint(found + learner.spoilt.pop(self.name, 0), 0)}]
+
+    async def serve(self, version: int) -> None:
+        self.learner.holds[self.name] = version
 
 
 def test_staging_overwrites_the_version_on_its_way() -> None:
@@ -181,12 +200,76 @@ def test_reload_that_fails_while_another_joins_is_forgotten() -> None:
 def test_innocents_are_given_up_for_one_that_left() -> None:
     async def main() -> None:
         learner = Learner(together=True)
-        await learner.join("actor 0", "actor 1")
+        leavers = [f"actor {i}" for i in (2, 3, 4)]
+        await learner.join("actor 0", "actor 1", *leavers)
         learner.errors = {name: [WeightSyncError("gave up")] * 3 for name in ("actor 0", "actor 1")}
-        learner.sends = [WeightSyncError("no call from actor 9/0", ["actor 9/0"])] * 3
+        learner.sends = [WeightSyncError(f"{name}/0 left", [f"{name}/0"]) for name in leavers]
+        # One leaves in each round.
+        learner.leaving = list(leavers)
         await learner.publish(1)
         await learner.delivery.arrived()
-        assert learner.lost == [] and set(learner.holds.values()) == {1}
+        assert learner.lost == learner.told == []
+        assert [learner.holds[name] for name in learner.delivery.actors] == [1, 1]
+
+    asyncio.run(main())
+
+
+def test_sender_that_blames_strangers_is_asked_for_ever() -> None:
+    async def main() -> None:
+        learner = Learner(together=True)
+        await learner.join("actor 0", "actor 1")
+        learner.sends = [WeightSyncError("no call from actor 9/0", ["actor 9/0"])] * 10
+        await learner.publish(1)
+        async with asyncio.timeout(5):
+            await learner.delivery.arrived()
+        assert {name for name, _ in learner.lost} == {"actor 0", "actor 1"} and len(learner.sends) == 8
+
+    asyncio.run(main())
+
+
+def test_actor_that_left_is_told_that_it_is_given_up() -> None:
+    async def main() -> None:
+        learner = Learner()
+        await learner.join("actor 0", "actor 1")
+        learner.errors["actor 1"] = [ProcessDied("killed")]
+        learner.leaving = ["actor 1"]
+        await learner.publish(1)
+        await learner.delivery.arrived()
+        assert learner.lost == [] and learner.delivery.served == 1
+
+    asyncio.run(main())
+
+
+def test_weights_that_are_not_proved_are_served() -> None:
+    async def main() -> None:
+        learner = Learner()
+        await learner.join("actor 0", "actor 1")
+        await learner.publish(1)
+        await learner.delivery.arrived()
+        learner.spoilt = {"actor 1": 7}
+        served: list[int | None] = []
+        learner.on_send = lambda: served.append(learner.holds["actor 1"])
+        await learner.publish(2)
+        await learner.delivery.arrived()
+        # Between the two tries it served nothing.
+        assert served == [1, None] and learner.holds["actor 1"] == 2
+        ((actor, error),) = learner.told
+        assert actor == "actor 1" and "policy version 2: the engine holds other weights" in error and "norm" in error
+
+    asyncio.run(main())
+
+
+def test_closing_leaves_the_sender_at_work() -> None:
+    async def main() -> None:
+        learner = Learner()
+        await learner.join("actor 0")
+        learner.gate.clear()
+        await learner.publish(1)
+        await asyncio.sleep(0.01)
+        before = asyncio.all_tasks()
+        await learner.delivery.close()
+        await asyncio.sleep(0)
+        assert len(before) > 1 and asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
 
@@ -224,7 +307,7 @@ def test_joiner_that_cannot_be_served_is_told_nothing() -> None:
         await learner.publish(1)
         await learner.delivery.arrived()
         learner.errors["actor 0"] = [ProcessDied("killed")]
-        assert not await learner.delivery.join("actor 0", learner.load("actor 0"))
+        assert not await learner.join_one("actor 0")
         assert learner.delivery.actors == ()
         await learner.join("actor 0")
         assert learner.loaded == {"actor 0": [1]}

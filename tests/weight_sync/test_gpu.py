@@ -7,13 +7,13 @@ from itertools import cycle
 
 import pytest
 import torch
-from collective_peers import NamedTensor, Peer, broadcast, digest, form
+from collective_peers import Peer, broadcast, digest, form
 
 from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.buckets import checksum, largest_bytes, packed, plan, unpacked
 from counterflow.weight_sync.collective import Sender
 from counterflow.weight_sync.fingerprint import by_group, fingerprint
-from counterflow.weight_sync.layout import lay_out
+from counterflow.weight_sync.layout import NamedTensor, lay_out
 from counterflow.weight_sync.slots import Slots
 
 BUCKET_BYTES = 1 << 16

@@ -7,6 +7,7 @@ import os
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_receiver_maps_other_bytes_than_were_staged(model: torch.nn.Module, dtyp
                 parameter.add_(slot + 1)
         staged = publisher.stage(slot + 1, slot, named_weights(model))
         shipment = publisher.prepare(staged, ["actor 0"])
-        mapped = map_slot(shipment.way["paths"][slot], layout.total_bytes)
+        mapped = map_slot(shipment.way["path"], layout.total_bytes)
         received = dict(Layout.from_dict(layout.to_dict()).views(mapped))
         assert by_group((name, fingerprint(view)) for name, view in received.items()) == publisher.send(staged)
         for name, tensor in named_weights(model):
@@ -79,8 +80,18 @@ def test_tied_weights_travel_twice() -> None:
     assert [slot.name for slot in lay_out(named_weights(model), torch.float32).slots] == ["0.weight"]
 
 
-def test_tensor_lands_in_another_tensors_place(model: torch.nn.Module) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda given: given[::-1], "tensor '1.weight' of shape .* where the layout has '0.weight'"),
+        (lambda given: given[:-1], "the tensors ended where the layout has '1.weight'"),
+        (lambda given: [*given, given[0]], "tensor '0.weight' came after the last of the layout"),
+        # A copy would be made of it, three times the same row.
+        (lambda given: [(given[0][0], given[0][1][:1]), *given[1:]], r"of shape \(1, 3\) where .* of shape \(5, 3\)"),
+    ],
+)
+def test_other_tensors_than_the_layouts_are_staged(model: torch.nn.Module, change: Any, words: str) -> None:
     slots = Slots(lay_out(named_weights(model), torch.float32))
-    with pytest.raises(WeightSyncError, match="tensor '1.weight' where the layout has '0.weight'"):
-        slots.fill(0, reversed(list(named_weights(model))))
+    with pytest.raises(WeightSyncError, match=words):
+        slots.fill(0, change(list(named_weights(model))))
     slots.close()

@@ -64,6 +64,11 @@ def test_transport_that_does_not_reach_other_hosts_is_taken(options: dict[str, A
         settle(configured(**options), False, "10.0.0.7")
 
 
+def test_unsettled_transport_becomes_shared_memory(layout: Layout, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="still auto"):
+        open_publisher(configured(), layout, tmp_path)
+
+
 def test_host_that_was_given_is_overruled() -> None:
     assert settle(configured(host="learner.example"), False, "10.0.0.7").weight_sync.host == "learner.example"
 
@@ -74,7 +79,7 @@ def received(shipment: Shipment, layout: Layout) -> dict[str, torch.Tensor]:
     def load(named: Iterator[tuple[str, torch.Tensor]]) -> None:
         found.update({name: tensor.clone() for name, tensor in named})
 
-    source.receive(shipment.way, shipment.version, shipment.slot, load)
+    source.receive(shipment.way, shipment.version, load)
     source.close()
     return found
 
@@ -111,7 +116,7 @@ def test_second_try_takes_spoilt_weights_for_published_ones(layout: Layout, tmp_
     publisher = open_publisher(configured(transport="shared_memory"), layout, tmp_path)
     staged = publisher.stage(1, 0, tensors(1))
     first, published = ship(publisher, staged)
-    map_slot(first.way["paths"][0], layout.total_bytes)[0] ^= 1
+    map_slot(first.way["path"], layout.total_bytes)[0] ^= 1
     second, published_again = ship(publisher, staged)
     assert proof(received(second, layout)) != published_again == published
     # Staged anew, it is another's content.
@@ -131,7 +136,7 @@ def test_version_that_was_broadcast_cannot_be_sent_again(layout: Layout, tmp_pat
             generations.append(shipment.way["invitation"]["generation"])
             found: list[dict[str, torch.Tensor]] = [{}, {}]
             loads = [
-                pool.submit(source.receive, shipment.way, version, 0, found[i].update)
+                pool.submit(source.receive, shipment.way, version, found[i].update)
                 for i, source in enumerate(sources.values())
             ]
             published = publisher.send(staged)
