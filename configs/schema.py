@@ -479,8 +479,8 @@ class WeightSyncSection(Section):
     )
     timeout_s: PositiveSeconds = Field(
         120.0,
-        description="The most, in seconds, that each call of an update may take: to stage, prepare, send, load or serve "
-        "a version. Each part of a broadcast has a third of it.",
+        description="The most, in seconds, that each call of an update may take: to stage, prepare, send, load or "
+        "serve a version. Each part of a broadcast has a third of it.",
     )
     bucket_bytes: int = Field(
         64 << 20, ge=1 << 10, description="The most that a broadcast sends at once; two such buckets are held."
