@@ -190,7 +190,7 @@ class TransformersEngine:
             self._source = open_source(transport, self._receiver, self._layout, str(self._model.device))
             self._transport = transport
         arrive = self._take if self._merger is None else self._merger.arrive
-        self._source.receive(shipment.way, shipment.version, shipment.slot, arrive)
+        self._source.receive(shipment.way, shipment.version, arrive)
         if self._merger is not None:
             self._merger.load(self._take)
         wire = self._layout.loaded_dtype

@@ -91,10 +91,10 @@ class Update:
         self._runner = asyncio.Runner()
         self._version = 0
         os.environ.update(process_environment(cpus=1, gpus=0))
-        from counterflow.actors import engine
+        from counterflow.actors import vllm_engine
 
         # vLLM finds the worker's extension by its name.
-        setattr(engine, "WORKER_EXTENSION", TIMED_WORKER)  # noqa: B010
+        setattr(vllm_engine, "WORKER_EXTENSION", TIMED_WORKER)  # noqa: B010
         config = RunConfig.model_validate(
             {
                 "model": {"path": path, "context_length": 256},
@@ -102,7 +102,7 @@ class Update:
                 "actors": {"kv_cache_bytes": 128 << 20, "dtype": "float32"},
             }
         )
-        self._engine = self._runner.run(engine.Engine.start(config))
+        self._engine = self._runner.run(vllm_engine.VllmEngine.start(config))
         self._runner.run(self._engine.connect_weights("actor 0", self.layout))
         self._ask("time_updates")
         llm: Any = self._engine._llm

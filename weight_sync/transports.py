@@ -53,7 +53,7 @@ def settle(config: RunConfig, one_host: bool, learner_host: str) -> RunConfig:
 
 
 def open_publisher(config: RunConfig, layout: Layout, folder: Path) -> Publisher:
-    """The learner's end of the transport that a settled configuration names.
+    """The learner's end of the transport that a configuration names; `auto`, where none was settled, is shared memory.
 
     Args:
         folder: the run folder.
@@ -62,8 +62,6 @@ def open_publisher(config: RunConfig, layout: Layout, folder: Path) -> Publisher
         WeightSyncError: there is no room to stage versions.
     """
     sync = config.weight_sync
-    if sync.transport == "auto":
-        raise ValueError("weight_sync.transport is still auto: settle it first")
     device = "cuda" if sync.transport == "nccl" else "cpu"
     slots = Slots(layout, device)
     transport: Transport

@@ -49,7 +49,7 @@ def settings(model: Path, **weight_sync: Any) -> RunConfig:
             "admission": {"samples_per_group": SAMPLES},
             "actors": {"kv_cache_bytes": 64 << 20},
             # Buckets that cut tensors.
-            "weight_sync": {"transport": "shared_memory", "bucket_bytes": 1 << 14, **weight_sync},
+            "weight_sync": {"bucket_bytes": 1 << 14, **weight_sync},
         }
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_engines import CLOSE, LONG, SAMPLES, SHORT, Asker, Learner, loader, make_model, name
+from live_engines import CLOSE, LONG, SAMPLES, SHORT, Asker, Learner, make_model, name
 from llamas import save_llama
 from transformers import AutoModelForCausalLM
 
@@ -43,7 +43,7 @@ def settings(model: Path, samples: int = SAMPLES, sampling: dict[str, Any] | Non
 async def connected(config: RunConfig, learner: Learner) -> TransformersEngine:
     engine = await TransformersEngine.start(config)
     await engine.connect_weights(name(0), learner.layout)
-    await learner.delivery.join(name(0), loader(engine))
+    await learner.join(name(0), engine)
     return engine
 
 

@@ -64,11 +64,6 @@ def test_transport_that_does_not_reach_other_hosts_is_taken(options: dict[str, A
         settle(configured(**options), False, "10.0.0.7")
 
 
-def test_unsettled_transport_becomes_shared_memory(layout: Layout, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="still auto"):
-        open_publisher(configured(), layout, tmp_path)
-
-
 def test_host_that_was_given_is_overruled() -> None:
     assert settle(configured(host="learner.example"), False, "10.0.0.7").weight_sync.host == "learner.example"
 
