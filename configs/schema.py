@@ -479,6 +479,7 @@ class WeightSyncSection(Section):
     )
     timeout_s: PositiveSeconds = Field(
         120.0,
+        le=86_400,
         description="The most, in seconds, that each call of an update may take: to stage, prepare, send, load or "
         "serve a version. Each part of a broadcast has a third of it.",
     )
@@ -487,6 +488,7 @@ class WeightSyncSection(Section):
     )
     host: str | None = Field(
         None,
+        min_length=1,
         description="Address at which actors on other hosts reach the learner. Absent: loopback on one host, else the "
         "learner's address on Ray.",
     )
@@ -504,6 +506,13 @@ class WeightSyncSection(Section):
         None,
         description="Where `disk` writes versions: a folder that all hosts see. Absent: `weights` in the run folder.",
     )
+
+    @field_validator("host")
+    @classmethod
+    def one_address(cls, host: str | None) -> str | None:
+        if host in ("0.0.0.0", "::"):
+            raise ValueError(f"{host} is every address of a host: name one at which actors reach the learner")
+        return host
 
     @property
     def caches_are_recomputed(self) -> bool:
@@ -675,6 +684,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"weight_sync.folder is read by weight_sync.transport=disk alone, which is {sync.transport}: set the "
                 "one or leave out the other"
+            )
+        if sync.host is not None and sync.transport in ("shared_memory", "disk"):
+            raise ValueError(
+                f"weight_sync.host is read by broadcasts alone, weight_sync.transport is {sync.transport}: set gloo or "
+                "nccl, or leave it out"
             )
         if not sync.recompute and sync.in_flight != "keep":
             raise ValueError(

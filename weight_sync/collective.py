@@ -73,14 +73,23 @@ class Sender:
         """Open the next generation, for these receivers; the one before is over.
 
         Give each the invitation, and call `connect` while they join.
+
+        Raises:
+            WeightSyncError: nobody can call at this host.
         """
         if not receivers or len(set(receivers)) != len(receivers):
             raise ValueError(f"receivers must be one or more different names, not {list(receivers)}")
         self.close()
         self._generation += 1
         self._sent = -1
-        self._lines = Lines(self._host, receivers, self._generation, fingerprint(self._buckets), self._timeout_s)
-        self._store = open_store(self._lines.host, self._timeout_s)
+        try:
+            self._lines = Lines(self._host, receivers, self._generation, fingerprint(self._buckets), self._timeout_s)
+            self._store = open_store(self._lines.host, self._timeout_s)
+        except (OSError, RuntimeError) as error:
+            raise self._over(
+                f"the sender cannot listen on {self._host!r} ({error}): set weight_sync.host to an address of the "
+                "learner's host"
+            ) from error
         self._invitation = Invitation(
             self._lines.host,
             self._lines.port,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -274,3 +275,16 @@ def test_policy_that_can_act_is_refused() -> None:
     assert (ahead.admission.versions_ahead, ahead.admission.max_lag) == (math.inf, 4)
     parts = load_config(None, ["reward.parts={exact: 1, 'my.rewards:brevity': -0.5}"]).reward.parts
     assert parts == {"exact": 1.0, "my.rewards:brevity": -0.5}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("weight_sync.timeout_s=1e300",), "weight_sync.timeout_s"),
+        (("weight_sync.host=0.0.0.0",), "weight_sync.host: .* name one at which actors reach the learner"),
+        (("weight_sync.host=''",), "weight_sync.host"),
+        (("weight_sync.transport=disk", "weight_sync.host=a"), "weight_sync.host is read by broadcasts alone"),
+    ],
+)
+def test_weight_sync_fails_hours_later_for_a_key(overrides: tuple[str, ...], words: str) -> None:
+    assert re.search(words, refusal(None, *overrides))

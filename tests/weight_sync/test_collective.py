@@ -277,6 +277,14 @@ def test_faulty_bucket_is_loaded(fault: str, message: str, peers: Peers) -> None
     sender.close()
 
 
+@pytest.mark.parametrize("host", [" ", "256.1.1.1", "no.such.host.invalid", "192.0.2.1"])
+def test_host_that_is_not_the_learners_hides_its_key(host: str) -> None:
+    sender = Sender(LAYOUT, BUCKET_BYTES, host, timeout_s=TIMEOUT_S)
+    error = failure(lambda: sender.invite(["actor-0"]), SOON_S)
+    assert repr(host) in str(error) and "weight_sync.host" in str(error) and error.receivers == ()
+    sender.close()
+
+
 def test_receiver_never_comes(sender: Sender, peers: Peers) -> None:
     (here,) = peers.start("here")
     invitation = sender.invite(["here", "absent"])
