@@ -42,7 +42,10 @@ class Slots:
                     raise MemoryError(f"{there:,} bytes are free")
                 for slot in range(SLOTS):
                     self.paths.append(self._reserve(slot))
-                self._buffers = [map_slot(path, layout.total_bytes) for path in self.paths]
+                self._buffers = [
+                    torch.from_file(path, shared=True, size=layout.total_bytes, dtype=torch.uint8)
+                    for path in self.paths
+                ]
             else:
                 shape = (layout.total_bytes,)
                 self._buffers = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
@@ -82,7 +85,7 @@ class Slots:
 
 
 def map_slot(path: str, size: int) -> torch.Tensor:
-    """The bytes of a slot, uint8 [size], shared with every process that maps it.
+    """The bytes of a slot, uint8 [size]. What is written into them stays here, as copies of the pages it touches.
 
     Raises:
         WeightSyncError: it is not of this host, or its owner is gone.
@@ -92,4 +95,4 @@ def map_slot(path: str, size: int) -> torch.Tensor:
             f"{path} is not on this host, or of another user or container: shared memory reaches only actors beside "
             "the learner; set weight_sync.transport to gloo, nccl or disk"
         )
-    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    return torch.from_file(path, size=size, dtype=torch.uint8)

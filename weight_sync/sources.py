@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
 from counterflow.errors import WeightSyncError
 from counterflow.weight_sync.collective_receiver import Load, Receiver
 from counterflow.weight_sync.group import Invitation
@@ -32,22 +30,17 @@ class Source(Protocol):
 
 
 class SharedMemorySource:
-    """Maps the learner's slots."""
+    """Maps the learner's slot while a version is loaded."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._mapped: dict[str, torch.Tensor] = {}
 
     def receive(self, way: dict[str, Any], version: int, load: Load) -> None:
-        """Hand on views of the slot, which stays mapped for the next time."""
-        path = way["path"]
-        if path not in self._mapped:
-            self._mapped[path] = map_slot(path, self._layout.total_bytes)
-        load(self._layout.views(self._mapped[path]))
+        """Hand on views of the slot, mapped anew: what a loader wrote into the last ones is gone."""
+        load(self._layout.views(map_slot(way["path"], self._layout.total_bytes)))
 
     def close(self) -> None:
-        """Unmap them."""
-        self._mapped.clear()
+        """Nothing is held."""
 
 
 class BroadcastSource:

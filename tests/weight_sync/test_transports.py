@@ -17,7 +17,7 @@ from counterflow.errors import ConfigError, WeightSyncError
 from counterflow.weight_sync.fingerprint import Fingerprints, by_group, fingerprint
 from counterflow.weight_sync.layout import Layout, lay_out
 from counterflow.weight_sync.publisher import Publisher, Shipment, StagedVersion, actor_of, receivers_of
-from counterflow.weight_sync.slots import Slots, map_slot
+from counterflow.weight_sync.slots import Slots
 from counterflow.weight_sync.sources import open_source
 from counterflow.weight_sync.transports import Disk, open_publisher, settle
 
@@ -97,6 +97,23 @@ def test_other_weights_arrive_than_were_staged(transport: str, layout: Layout, t
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_loader_that_changes_its_tensors_changes_those_of_others(layout: Layout, tmp_path: Path) -> None:
+    publisher = open_publisher(configured(transport="shared_memory"), layout, tmp_path)
+    rude = open_source("shared_memory", "actor 0/0", layout, "cpu")
+    for version in (1, 3, 5):
+        shipment, published = ship(publisher, publisher.stage(version, 1, tensors(version)))
+        seen: dict[str, torch.Tensor] = {}
+
+        def load(named: Iterator[tuple[str, torch.Tensor]], seen: dict[str, torch.Tensor] = seen) -> None:
+            for name, tensor in named:
+                seen[name] = tensor.clone()
+                tensor.add_(1)
+
+        rude.receive(shipment.way, version, load)
+        assert proof(seen) == proof(received(shipment, layout)) == published == proof(dict(tensors(version)))
+    publisher.close()
+
+
 def shipped(layout: Layout, folder: Path, version: int = 1) -> Shipment:
     slots = Slots(layout)
     publisher = Publisher(slots, Disk(slots, folder))
@@ -110,8 +127,8 @@ def ship(publisher: Publisher, staged: StagedVersion) -> tuple[Shipment, Fingerp
 def test_second_try_takes_spoilt_weights_for_published_ones(layout: Layout, tmp_path: Path) -> None:
     publisher = open_publisher(configured(transport="shared_memory"), layout, tmp_path)
     staged = publisher.stage(1, 0, tensors(1))
-    first, published = ship(publisher, staged)
-    map_slot(first.way["path"], layout.total_bytes)[0] ^= 1
+    _, published = ship(publisher, staged)
+    publisher._slots._buffers[0][0] ^= 1
     second, published_again = ship(publisher, staged)
     assert proof(received(second, layout)) != published_again == published
     # Staged anew, it is another's content.
