@@ -332,7 +332,11 @@ def test_learner_that_dies_is_silent() -> None:
 @settings(max_examples=60)
 @given(
     st.booleans(),
-    st.lists(st.sampled_from(["publish", "wait", "join", "leave", "die", "refuse"]), min_size=1, max_size=25),
+    st.lists(
+        st.sampled_from(["publish", "wait", "join", "leave", "vanish", "break", "spoil", "die", "refuse"]),
+        min_size=1,
+        max_size=25,
+    ),
     st.randoms(use_true_random=False),
 )
 def test_some_history_leaves_an_actor_behind(together: bool, history: list[str], random: object) -> None:
@@ -353,9 +357,17 @@ def test_some_history_leaves_an_actor_behind(together: bool, history: list[str],
                 await learner.join(f"actor {next(names)}")
             elif chosen and event == "leave":
                 learner.delivery.leave(chosen)
+            elif chosen and event == "vanish":
+                # In the middle of the next version.
+                learner.leaving.append(chosen)
+            elif chosen and event == "break":
+                learner.sends.append(WeightSyncError(f"{chosen}/0 died", [f"{chosen}/0"]))
+            elif chosen and event == "spoil":
+                learner.spoilt[chosen] = 1
             elif chosen:
                 learner.errors[chosen] = [ProcessDied("killed") if event == "die" else WeightSyncError("other weights")]
         await learner.join("actor 100")
+        learner.sends.clear()
         await learner.publish(learner.version + 1)
         await learner.delivery.arrived()
         assert learner.delivery.actors
