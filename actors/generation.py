@@ -46,6 +46,10 @@ class Engine(Protocol):
     restarted: int
     """Requests that an update made it begin again."""
 
+    @property
+    def serving(self) -> bool:
+        """Whether it serves its version now; false from `load` to `serve`."""
+
     async def sample(self, prompt_token_ids: Sequence[int], seed: int | None = None) -> list[Completion]:
         """Sample `admission.samples_per_group` responses to one prompt, the i-th with `seed` + i where there is one."""
 
@@ -74,6 +78,9 @@ class Engine(Protocol):
 
     def check(self) -> None:
         """Raise ProcessDied if a process of the engine has ended."""
+
+    async def pulse(self) -> None:
+        """Return when the engine has shown that it is at work, between two of its steps. A version may come between."""
 
     def shutdown(self) -> None:
         """End the engine and its processes."""

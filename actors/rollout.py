@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from counterflow.actors.busy_clock import BusyClock
 from counterflow.actors.episodes import Episode, Player
 from counterflow.actors.generation import Engine, start_engine
+from counterflow.actors.heartbeat import Heartbeat
 from counterflow.actors.reward_process import Scored
 from counterflow.actors.rewards import RewardPool
 from counterflow.actors.scoring import Scoring
@@ -97,8 +98,9 @@ class RolloutActor:
             attempts=admission.attempts,
         )
         self._engine: Engine | None = None
+        self._heartbeat: Heartbeat | None = None
         self._loop_task: asyncio.Task[None] | None = None
-        self._new_version = asyncio.Event()
+        self._new_version, self._leaving = asyncio.Event(), asyncio.Event()
         self._busy = BusyClock(self._name, started_at)
         self._update = ExitStack()
         self._last_error: str | None = None
@@ -111,10 +113,11 @@ class RolloutActor:
         """
         self._engine = await start_engine(self._config)
         await self._engine.connect_weights(self._name, layout)
+        self._heartbeat = Heartbeat(self._engine, self._config.actors.heartbeat_timeout_s)
         return shared_memory({Process(), *descendants()})
 
     async def begin(self) -> None:
-        """Begin to generate groups, until `stop`."""
+        """Begin to generate groups, until `leave` or `stop`."""
         self._loop_task = asyncio.create_task(self._generate_groups())
 
     async def load(self, shipment: Shipment) -> list[Fingerprints]:
@@ -163,18 +166,30 @@ class RolloutActor:
 
     async def state(self) -> ActorState:
         """How the actor is doing. Raises what ended its loop, if something did."""
+        if self._heartbeat is not None:
+            await self._heartbeat.check()
         if self._loop_task is not None and self._loop_task.done() and not self._loop_task.cancelled():
             self._loop_task.result()
-        if self._engine is not None:
-            self._engine.check()
         error, self._last_error = self._last_error, None
         closed = self._closed.name.lower() if self._closed else None
         return ActorState(dict(self._rewards.failures), error, self._busy.drain(), closed)
+
+    async def leave(self) -> ActorState:
+        """Start no more groups, wait for those that are being generated, then stop; returns the last state."""
+        self._leaving.set()
+        self._new_version.set()
+        if self._loop_task is not None:
+            await self._loop_task
+        state = await self.state()
+        await self.stop()
+        return state
 
     async def stop(self) -> None:
         """Stop generating and end the engine's and the reward pool's processes."""
         if self._loop_task is not None:
             self._loop_task.cancel()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         self._rewards.close()
         if self._engine is not None:
             self._engine.shutdown()
@@ -192,8 +207,8 @@ class RolloutActor:
         total = math.ceil(self._config.run.steps / uses) * admission.groups_per_step
         running: set[asyncio.Task[None]] = set()
         try:
-            while True:
-                if len(running) < limit:
+            while running or not self._leaving.is_set():
+                if len(running) < limit and not self._leaving.is_set():
                     self._new_version.clear()
                     opened = open_groups(self._ready.version, ahead, admission.groups_per_step, total, uses)
                     leases, self._closed = await self._producer.admit(opened, limit - len(running))
@@ -207,7 +222,7 @@ class RolloutActor:
                 task.cancel()
 
     async def _wait_for_room(self, running: set[asyncio.Task[None]], limit: int) -> None:
-        if len(running) >= limit:
+        if running and (len(running) >= limit or self._leaving.is_set()):
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             return
         # The budget may open by a new version here, a dropped group or an expired lease elsewhere.

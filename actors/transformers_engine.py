@@ -70,6 +70,11 @@ class TransformersEngine:
         )
         return cls(model.to("cuda" if config.actors.gpus else "cpu").eval().requires_grad_(False), tokenizer, config)
 
+    @property
+    def serving(self) -> bool:
+        """Whether it serves its version now; false from `load` to `serve`."""
+        return self._open.is_set()
+
     async def sample(self, prompt_token_ids: Sequence[int], seed: int | None = None) -> list[Completion]:
         """Sample `admission.samples_per_group` responses to one prompt, the i-th with `seed` + i where there is one."""
         first = self._seeds.getrandbits(48) if seed is None else seed
@@ -120,6 +125,11 @@ class TransformersEngine:
 
     def check(self) -> None:
         """The engine has no process of its own."""
+
+    async def pulse(self) -> None:
+        """Return when the engine's thread has, which it does between two tokens."""
+        await self._open.wait()
+        await self._in_thread(lambda: None)
 
     def shutdown(self) -> None:
         """Decode no more."""

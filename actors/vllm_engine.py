@@ -92,6 +92,11 @@ class VllmEngine:
         await engine._llm.update_weight_version("0")
         return engine
 
+    @property
+    def serving(self) -> bool:
+        """Whether it serves its version now; false from `load` to `serve`."""
+        return self._open.is_set()
+
     async def sample(self, prompt_token_ids: Sequence[int], seed: int | None = None) -> list[Completion]:
         """Sample `admission.samples_per_group` responses to one prompt, the i-th with `seed` + i where there is one."""
         parameters = self._sampled
@@ -181,6 +186,11 @@ class VllmEngine:
         """Raise ProcessDied if one of the engine's processes has ended."""
         if self._llm.errored:
             raise ProcessDied("the engine's process died")
+
+    async def pulse(self) -> None:
+        """Return when the engine's process has answered, which it does between two steps."""
+        await self._open.wait()
+        await self._while_alive(self._llm.is_paused())
 
     def shutdown(self) -> None:
         """End the engine's processes."""

@@ -207,7 +207,14 @@ class ActorsSection(Section):
     gpus: int = Field(0, ge=0, description="GPUs of one actor; more than one means tensor parallelism (`vllm`).")
     groups_in_flight: int = Field(64, ge=1, description="Most groups that one actor generates at once.")
     max_restarts: int = Field(
-        3, ge=0, description="How often, in a run, an actor that died or got no weights is replaced by a new one."
+        3,
+        ge=0,
+        description="How often, in a run, an actor that died or got no weights is replaced by a new one. Past it the "
+        "run goes on without, to the last actor.",
+    )
+    heartbeat_timeout_s: PositiveSeconds = Field(
+        60.0,
+        description="Longest silence of an engine that is not loading weights, in seconds; its actor is replaced then.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision of the engine.")
     kv_cache_bytes: int | None = Field(

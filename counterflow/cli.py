@@ -1,4 +1,4 @@
-"""The command line: `counterflow run | replay | audit | inspect | ledger | config | model | report`.
+"""The command line: `counterflow run | scale | replay | audit | inspect | ledger | config | model | report`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input with nothing started, 130 interrupted.
 """
@@ -19,6 +19,8 @@ from counterflow.cli_replay import replay
 from counterflow.errors import ConfigError, CounterflowError, UnavailableError
 from counterflow.output import checked_output, give_up_unwritten
 from counterflow.place import check_run_folder
+
+_SCALE_TIMEOUT_S = 60.0
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -64,6 +66,18 @@ def run(
 
         report = run_system(loaded, how)
     typer.echo(f"report: {report}")
+
+
+@app.command()
+def scale(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that is going on.")],
+    actors: Annotated[int, typer.Option(metavar="N", help="How many actors it is to have.")],
+) -> None:
+    """Have RUN go on with N actors: some join when their engines have started, or leave when their groups are done."""
+    from counterflow.scaling import ask
+
+    standing = ask(folder, actors, _SCALE_TIMEOUT_S)
+    typer.echo(f"{standing.serving} actor(s) serve, {standing.wanted} are to: the run says when one joins or leaves")
 
 
 app.command()(replay)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,22 +94,57 @@ def check_room(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> None:
 
 
 class Cluster:
-    """A connection to Ray with a reserved place for each bundle. Made by `connect`."""
+    """A connection to Ray with a reserved place for each bundle, and for others later. Made by `connect`.
 
-    def __init__(self, group: Any, cores: list[list[int]] | None) -> None:
-        self._group, self._cores = group, cores
+    Args:
+        group: of as many bundles.
+        cores: of this machine, for the run alone; None leaves the choice to the system.
+    """
+
+    def __init__(self, group: Any, wanted: Sequence[Bundle], cores: Sequence[int] | None) -> None:
+        self._places = {index: (group, index) for index in range(len(wanted))}
+        self._numbers = itertools.count(len(wanted))
+        shares = processes.share_cores([bundle.cpus for bundle in wanted], cores) if cores else None
+        self._cores = dict(enumerate(shares)) if shares else None
+        self._free_cores = [core for core in cores or () if not any(core in share for share in shares or ())]
 
     def hosts(self) -> list[str]:
         """The address of each bundle's node."""
         import ray
 
-        nodes: dict[int, str] = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        group, _ = self._places[0]
+        nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
         addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
         return [addresses[nodes[index]] for index in sorted(nodes)]
 
     def cores(self, index: int) -> list[int] | None:
         """The cores of the bundle's process; None leaves the choice to the system."""
-        return self._cores[index] if self._cores else None
+        return self._cores.get(index) if self._cores else None
+
+    async def extend(self, bundle: Bundle, timeout_s: float, host: str | None) -> int:
+        """Reserve a place for one bundle more; returns its index.
+
+        Args:
+            host: the address of the node that it must be on.
+
+        Raises:
+            PlacementError: there is no room.
+        """
+        resources = {f"node:{host}": 0.001} if host else {}
+        index = next(self._numbers)
+        self._places[index] = await asyncio.to_thread(_place, [bundle], timeout_s, resources), 0
+        if self._cores is not None:
+            self._cores[index], self._free_cores = self._free_cores[: bundle.cpus], self._free_cores[bundle.cpus :]
+        return index
+
+    def give_back(self, index: int) -> None:
+        """Let go of a place that `extend` reserved, when its process has ended."""
+        import ray
+
+        group, _ = self._places.pop(index)
+        ray.util.remove_placement_group(group)
+        if self._cores is not None:
+            self._free_cores += self._cores.pop(index)
 
     def spawn(self, cls: type, bundle: Bundle, index: int, *args: Any, beside: str | None = None) -> Any:
         """Make a Ray actor of `cls(*args)` in the place reserved for bundle `index`.
@@ -120,7 +156,8 @@ class Cluster:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        group, position = self._places[index]
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=position)
         remote = ray.remote(concurrency_groups={beside: 1})(cls) if beside else ray.remote(cls)
         options = remote.options(
             num_cpus=bundle.cpus,
@@ -161,8 +198,7 @@ def connect(config: RunConfig) -> Iterator[Cluster]:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UnavailableError(f"no Ray cluster at {where}: {error}") from error
         group = _reserve(wanted, config.run.placement_timeout_s)
-        shares = processes.share_cores([b.cpus for b in wanted], cores) if local and config.run.pin_cores else None
-        yield Cluster(group, shares)
+        yield Cluster(group, wanted, cores if local and config.run.pin_cores else None)
         ray.util.remove_placement_group(group)
     finally:
         with processes.interrupts_blocked():
@@ -218,14 +254,24 @@ def _reserve(wanted: Sequence[Bundle], timeout_s: float) -> Any:
 
     nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
     check_room(wanted, [Node(n.get("CPU", 0), n.get("GPU", 0)) for n in nodes])
-    group = ray.util.placement_group([{"CPU": b.cpus, **({"GPU": b.gpus} if b.gpus else {})} for b in wanted])
+    return _place(wanted, timeout_s)
+
+
+def _place(wanted: Sequence[Bundle], timeout_s: float, resources: Mapping[str, float] | None = None) -> Any:
+    """A placement group of these bundles, each with these resources beside its own."""
+    import ray
+
+    group = ray.util.placement_group(
+        [{"CPU": b.cpus, **({"GPU": b.gpus} if b.gpus else {}), **(resources or {})} for b in wanted]
+    )
     if not group.wait(timeout_s):
         available = ray.available_resources()
         ray.util.remove_placement_group(group)
         free = Node(available.get("CPU", 0), available.get("GPU", 0))
         check_room(wanted, [free])
+        where = f" on {', '.join(resources)}" if resources else ""
         raise PlacementError(
-            f"Ray placed none of {', '.join(map(str, wanted))} within {timeout_s:g} s, with {free.cpus:g} CPUs and "
-            f"{free.gpus:g} GPUs free: see `ray status`"
+            f"Ray placed none of {', '.join(map(str, wanted))}{where} within {timeout_s:g} s, with {free.cpus:g} CPUs "
+            f"and {free.gpus:g} GPUs free: see `ray status`"
         )
     return group

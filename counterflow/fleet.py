@@ -1,4 +1,4 @@
-"""The actors of a run: started, made receivers of weights, watched, and replaced when they die.
+"""The actors of a run: started, made receivers of weights, watched, replaced when they die, more or fewer when asked.
 
 Handles of Ray actors are held here and nowhere else. Lives in the supervisor's loop.
 """
@@ -6,6 +6,7 @@ Handles of Ray actors are held here and nowhere else. Lives in the supervisor's 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 from counterflow.actors.rollout import ActorState
 from counterflow.cluster import call
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import DeadlineExceeded, ProcessDied, RunFailed, first_line
+from counterflow.errors import CounterflowError, DeadlineExceeded, PlacementError, ProcessDied, RunFailed, first_line
+from counterflow.room import Room
 from counterflow.telemetry import Telemetry
 from counterflow.weight_sync.delivery import Delivery
 from counterflow.weight_sync.fingerprint import Fingerprints
@@ -28,19 +30,27 @@ class Fleet:
     """All actors of a run.
 
     Args:
-        spawn: makes the process of the i-th actor, in its place on the cluster.
+        spawn: makes the process of an actor, by its number, in a place on the cluster.
         delivery: brings every actor its versions.
     """
 
     def __init__(
-        self, config: RunConfig, spawn: Callable[[int], Any], delivery: Delivery, telemetry: Telemetry
+        self,
+        config: RunConfig,
+        room: Room,
+        spawn: Callable[[int, int], Any],
+        delivery: Delivery,
+        telemetry: Telemetry,
     ) -> None:
-        self._config, self._spawn, self._delivery, self._telemetry = config, spawn, delivery, telemetry
+        self._config, self._room, self._spawn = config, room, spawn
+        self._delivery, self._telemetry = delivery, telemetry
+        self._members = set(range(config.actors.count))
         self._handles: dict[int, Any] = {}
         self._losses: dict[int, Exception] = {}
         self._segments: dict[int, set[Path]] = {}
         self._serving: set[int] = set()
         self._replacing: dict[int, asyncio.Task[None]] = {}
+        self._leaving: dict[int, asyncio.Task[None]] = {}
         self.restarts, self._begun = 0, False
         self._layout: Layout
 
@@ -60,18 +70,35 @@ class Fleet:
 
     def replace(self, index: int, error: Exception) -> None:
         """Put another process in the place of the actor, unless that is being done."""
-        if index in self._replacing and not self._replacing[index].done():
+        self._losses[index] = error
+        if index not in self._members or (index in self._replacing and not self._replacing[index].done()):
             return
         self._serving.discard(index)
         self._delivery.leave(_name(index))
         self._replacing[index] = asyncio.create_task(self._replace(index, error))
 
+    @property
+    def wanted(self) -> int:
+        """How many actors there are to be."""
+        return len(self._members)
+
+    def resize(self, count: int) -> None:
+        """Have actors join, or those of the highest numbers leave, until there are so many. Returns before they do."""
+        for index in sorted(self._members)[count:]:
+            self._members.discard(index)
+            self._leaving[index] = asyncio.create_task(self._leave(index))
+        free = (index for index in itertools.count() if index not in self._members and index not in self._leaving)
+        for index in itertools.islice(free, max(count - len(self._members), 0)):
+            self._members.add(index)
+            self._replacing[index] = asyncio.create_task(self._add(index))
+
     def check(self) -> None:
-        """Raise why an actor could not be replaced, if that happened."""
-        for index, task in list(self._replacing.items()):
-            if task.done():
-                del self._replacing[index]
-                task.result()
+        """Raise what the run cannot go on with: no actor is left, or the learner died while one joined."""
+        for tasks in (self._replacing, self._leaving):
+            for index, task in list(tasks.items()):
+                if task.done():
+                    del tasks[index]
+                    task.result()
 
     async def states(self) -> list[tuple[int, ActorState]]:
         """How the living actors are doing; one that died, or says nothing, is replaced.
@@ -97,7 +124,7 @@ class Fleet:
         for (index, actor), answer in zip(asked, answers, strict=True):
             if isinstance(answer, (ProcessDied, DeadlineExceeded)):
                 # Another may stand in its place by now.
-                if self._handles[index] is actor:
+                if self._handles.get(index) is actor:
                     self.replace(index, answer)
             elif isinstance(answer, BaseException):
                 raise answer
@@ -110,6 +137,13 @@ class Fleet:
         """The actors that serve a version."""
         return sorted(self._serving)
 
+    def blamed(self, waited: DeadlineExceeded) -> CounterflowError:
+        """Why somebody waited in vain for groups: where no actor serves, that there is none."""
+        if self._serving:
+            return waited
+        lost = "; ".join(f"{_name(i)}: {first_line(self._losses[i])}" for i in sorted(self._losses))
+        return RunFailed(f"no actor generates, {waited} ({lost}): see why none could be replaced in time")
+
     def goodbyes(self) -> list[Any]:
         """Ask every actor to stop; returns what Ray waits on."""
         return [handle.stop.remote() for handle in self._handles.values()]
@@ -120,28 +154,82 @@ class Fleet:
             self._unlink(index)
 
     async def close(self) -> None:
-        """Replace no more."""
-        tasks = list(self._replacing.values())
+        """Replace no more, and let nobody join or leave."""
+        tasks = [*self._replacing.values(), *self._leaving.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _replace(self, index: int, error: Exception) -> None:
-        import ray
-
         failure: Exception | None = error
         while failure is not None:
             if self.restarts == self._config.actors.max_restarts:
-                raise RunFailed(
-                    f"{_name(index)} was lost, after {self.restarts} replacements (actors.max_restarts): {failure}"
-                ) from failure
+                self._give_up(index, failure)
+                return
             self.restarts += 1
             self._telemetry.event("actor_lost", actor=index, error=first_line(failure))
             self._telemetry.note(f"{_name(index)} is replaced ({first_line(failure)})")
-            ray.kill(self._handles[index], no_restart=True)
-            self._unlink(index)
+            self._kill(index)
             failure = await self._try(index)
         self._telemetry.note(f"{_name(index)} serves again, version {self._delivery.served}")
+
+    def _give_up(self, index: int, failure: Exception) -> None:
+        """Go on without the actor.
+
+        Raises:
+            RunFailed: it was the last one.
+        """
+        lost = f"{_name(index)} was lost, after {self.restarts} replacements (actors.max_restarts): {failure}"
+        self._members.discard(index)
+        self._kill(index)
+        if not self._members:
+            raise RunFailed(f"no actor is left to generate: {lost}") from failure
+        self._room.give_back(index)
+        self._telemetry.event("actor_given_up", actor=index, error=first_line(failure))
+        self._telemetry.note(f"{lost}; the run goes on with {len(self._members)}")
+
+    async def _add(self, index: int) -> None:
+        """Have a new actor serve, where there is room for it."""
+        try:
+            await self._room.place(index)
+        except PlacementError as error:
+            self._members.discard(index)
+            self._telemetry.note(f"{_name(index)} cannot join, the run goes on with {len(self._members)}: {error}")
+            return
+        if (failure := await self._try(index)) is not None:
+            await self._replace(index, failure)
+        elif index in self._serving:
+            self._telemetry.event("actor_joined", actor=index)
+            self._telemetry.note(f"{_name(index)} has joined, version {self._delivery.served}")
+
+    async def _leave(self, index: int) -> None:
+        """Let an actor finish its groups, then end it. It still counts for a version that is on its way to it."""
+        if index in self._replacing:
+            await asyncio.wait([self._replacing[index]])
+        self._serving.discard(index)
+        async with self._delivery.hold:
+            self._delivery.leave(_name(index))
+        if index in self._handles:
+            # Past its lease, another actor generates what this one did not finish.
+            deadline_s = self._config.admission.lease_s
+            try:
+                state = await call(
+                    self._handles[index].leave.remote(), f"{_name(index)} to finish its groups", deadline_s
+                )
+                self._telemetry.actors([(index, state)])
+            except (RunFailed, DeadlineExceeded) as error:
+                self._telemetry.note(f"{_name(index)} left groups behind: {first_line(error)}")
+            self._kill(index)
+        self._room.give_back(index)
+        self._telemetry.event("actor_left", actor=index)
+        self._telemetry.note(f"{_name(index)} has left")
+
+    def _kill(self, index: int) -> None:
+        import ray
+
+        if (handle := self._handles.pop(index, None)) is not None:
+            ray.kill(handle, no_restart=True)
+        self._unlink(index)
 
     async def _try(self, index: int) -> Exception | None:
         """Have a new process serve in the actor's place; why it does not, None if it does.
@@ -171,7 +259,7 @@ class Fleet:
 
     async def _process(self, index: int) -> Any:
         """A new process in the actor's place, its engine at version 0."""
-        self._handles[index] = actor = self._spawn(index)
+        self._handles[index] = actor = self._spawn(index, await self._room.place(index))
         reason = f"{_name(index)} to start its engine"
         self._segments[index] = await call(actor.start.remote(self._layout), reason, self._config.run.start_timeout_s)
         return actor
@@ -183,12 +271,7 @@ class Fleet:
     async def _join(self, index: int, actor: Any) -> bool:
         call_s = self._config.weight_sync.timeout_s
         recipient = _Recipient(index, actor, call_s, self._telemetry)
-        return await self._delivery.join(_name(index), recipient, partial(self._given_up, index))
-
-    def _given_up(self, index: int, error: Exception) -> None:
-        """An actor could not be brought a version: replace it."""
-        self._losses[index] = error
-        self.replace(index, error)
+        return await self._delivery.join(_name(index), recipient, partial(self.replace, index))
 
 
 class _Recipient:

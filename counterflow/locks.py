@@ -6,6 +6,9 @@ import fcntl
 from io import FileIO
 from pathlib import Path
 
+RUN = ".lock"
+"""Held in a run's folder while the run goes on."""
+
 
 def hold(path: Path) -> FileIO | None:
     """Hold a file, made if absent, until it is closed or this process ends; None while another process holds it.
@@ -24,3 +27,14 @@ def hold(path: Path) -> FileIO | None:
     except OSError:
         pass
     return file
+
+
+def is_held(path: Path) -> bool:
+    """Whether another process holds the file; never where the file system knows no locks."""
+    if not path.exists():
+        return False
+    lock = hold(path)
+    if lock is None:
+        return True
+    lock.close()
+    return False

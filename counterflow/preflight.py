@@ -29,11 +29,9 @@ from counterflow.configs import dump
 from counterflow.configs.schema import ModelSection, RunConfig
 from counterflow.errors import ConfigError, first_line
 from counterflow.learner.objective_choice import check_objective
-from counterflow.locks import hold
+from counterflow.locks import RUN, hold, is_held
 from counterflow.models import MODELS
 from counterflow.processes import usable_cores
-
-_LOCK = ".lock"
 
 _LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """What models of several families do to their logits behind the output layer, where the learner reads them."""
@@ -131,19 +129,15 @@ def reopen_run_folder(config: RunConfig) -> Path:
 @contextmanager
 def holding(folder: Path) -> Iterator[None]:
     """While the context is open, or this process lives, nobody overwrites the run folder."""
-    with hold(folder / _LOCK) or nullcontext():
+    with hold(folder / RUN) or nullcontext():
         yield
 
 
 def _refuse_living(folder: Path) -> None:
-    if not (folder / _LOCK).exists():
-        return
-    lock = hold(folder / _LOCK)
-    if lock is None:
+    if is_held(folder / RUN):
         raise ConfigError(
             f"run folder {folder} belongs to a run that is still going on: choose another run.name, or end that run"
         )
-    lock.close()
 
 
 @contextmanager

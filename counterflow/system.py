@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from counterflow import preflight
+from counterflow import preflight, scaling
 from counterflow.actors.rollout import RolloutActor
 from counterflow.actors.tasks import TaskSet
 from counterflow.buffer.connection import Address, discover
@@ -27,6 +27,7 @@ from counterflow.display import Display
 from counterflow.drops import DropWatch
 from counterflow.errors import (
     BufferUnavailable,
+    DeadlineExceeded,
     LearnerDied,
     RunFailed,
     first_line,
@@ -42,6 +43,7 @@ from counterflow.port import WEIGHTS, LearnerPort
 from counterflow.processes import descendants, shared_memory, terminate_like_interrupt
 from counterflow.records import Ledger
 from counterflow.resume import Resumption, check_resumable
+from counterflow.room import Room
 from counterflow.telemetry import Telemetry
 from counterflow.weight_sync.delivery import Delivery
 from counterflow.weight_sync.transports import BROADCASTS, settle
@@ -82,6 +84,7 @@ def run(config: RunConfig, resumption: Resumption | None = None) -> Path:
                 with connect(config) as cluster, terminate_like_interrupt():
                     if telemetry is None:
                         folder = (preflight.reopen_run_folder if resumption else preflight.make_run_folder)(config)
+                        scaling.forget(folder)
                         stack.enter_context(preflight.holding(folder))
                         telemetry = Telemetry(config, folder, metrics, display)
                         for line in [*check_objective(config).lines, *(f"warning: {warning}" for warning in warnings)]:
@@ -98,6 +101,7 @@ def run(config: RunConfig, resumption: Resumption | None = None) -> Path:
                             f"{config.learner.max_restarts})"
                         )
                         resumption = None
+                        config = scaling.as_it_was(config, folder)
         except (KeyboardInterrupt, Exception) as error:
             # What the run died of matters more than a report that cannot be written.
             with suppress(Exception):
@@ -178,13 +182,15 @@ class Run:
         learner = (0, self.folder.resolve(), *common, cluster.cores(0), followers, *asked)
         self.learner = cluster.spawn(Learner, places[0], *learner, beside=WEIGHTS)
 
-        def actor(i: int) -> Any:
-            place = i + 1
-            return cluster.spawn(RolloutActor, places[place], place, i, self.task, *common, cluster.cores(place))
+        room = Room(cluster, config, hosts[0] if config.weight_sync.transport == "shared_memory" else None)
+
+        def actor(i: int, place: int) -> Any:
+            arguments = (i, self.task, *common, cluster.cores(place))
+            return cluster.spawn(RolloutActor, room.bundle(i), place, *arguments)
 
         port = LearnerPort(self.learner, self.telemetry, config.weight_sync.timeout_s)
         self.delivery = Delivery(port, config.weight_sync.transport in BROADCASTS, self.telemetry.retried)
-        self.fleet = Fleet(config, actor, self.delivery, self.telemetry)
+        self.fleet = Fleet(config, room, actor, self.delivery, self.telemetry)
         self.checks = Checks(config, self.learner, self.fleet, self.delivery, self.telemetry)
 
     async def _live(self, address: Address) -> None:
@@ -194,6 +200,7 @@ class Run:
             watches = [
                 tasks.create_task(self._watch(address)),
                 tasks.create_task(self._keep_server_alive()),
+                tasks.create_task(scaling.follow(self.folder, self.fleet, self.telemetry)),
             ]
             await self._train(tasks, version)
             await asyncio.to_thread(finish, address, self.origin.run_id)
@@ -230,9 +237,7 @@ class Run:
         await self.checks.compare(version)
         await self.fleet.begin()
         for step in range(version + 1, run.steps + 1):
-            result: StepResult = await call(
-                self.learner.step.remote(), f"step {step} of the learner", run.step_timeout_s + _ANSWER_TIMEOUT_S
-            )
+            result = await self._step(step)
             await delivery.publish()
             self.telemetry.step(result.record, served=delivery.served, skipped=delivery.skipped)
             self.telemetry.intervals(result.intervals)
@@ -248,6 +253,14 @@ class Run:
         await self.checks.evaluate(run.steps)
         saving = self.learner.save.remote(self.folder / "model")
         self.telemetry.remarks(await call(saving, "the learner to save", run.step_timeout_s))
+
+    async def _step(self, step: int) -> StepResult:
+        timeout_s = self.config.run.step_timeout_s + _ANSWER_TIMEOUT_S
+        try:
+            result: StepResult = await call(self.learner.step.remote(), f"step {step} of the learner", timeout_s)
+        except DeadlineExceeded as error:
+            raise self.fleet.blamed(error) from error
+        return result
 
     async def _evaluate_beside(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Evaluate while training goes on; an evaluation that is still running is waited for first."""
