@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from live_engines import CLOSE, LONG, SAMPLES, SHORT, Asker, Learner, make_model, name
@@ -227,5 +228,81 @@ def test_weights_of_another_shape_are_broadcast_into_the_model(model: Path) -> N
         with pytest.raises(WeightSyncError, match=r"no model\.norm\.weight of shape \(1,\)"):
             engine._take([("model.norm.weight", torch.ones(1))])
         engine.shutdown()
+
+    asyncio.run(main())
+
+
+def ratios(config: RunConfig, learners: Any) -> np.ndarray[Any, Any]:
+    """What a learner's model gives each sampled token, at the sampling temperature, over what the engine gave it."""
+
+    async def main() -> list[Completion]:
+        engine = await TransformersEngine.start(config)
+        try:
+            return await engine.sample(SHORT, seed=1)
+        finally:
+            engine.shutdown()
+
+    completions = asyncio.run(main())
+    found = []
+    with torch.no_grad():
+        for ids in (torch.tensor([[*SHORT, *c.token_ids.tolist()]]) for c in completions):
+            logits = learners(ids).logits[0, len(SHORT) - 1 : -1] / config.sampling.temperature
+            found.append(torch.log_softmax(logits, -1).gather(-1, ids[0, len(SHORT) :, None]).flatten())
+    behavior = np.concatenate([c.logprobs for c in completions])
+    return np.asarray(np.exp(torch.cat(found).numpy() - behavior))
+
+
+def misses(values: np.ndarray[Any, Any], expected: float) -> float:
+    """How many standard errors their mean is off."""
+    return float(abs(values.mean() - expected) / (values.std() / np.sqrt(len(values)) + 1e-6))
+
+
+def test_mean_importance_ratio_is_not_one_at_another_temperature(model: Path) -> None:
+    learners = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = settings(model, 200, {"max_tokens": 4, "temperature": 0.6})
+    equal = ratios(config, learners)
+    assert misses(equal, 1.0) < 4 and np.abs(equal - 1).max() < 1e-3
+    # Of other weights each ratio differs, and the mean does not.
+    with torch.no_grad():
+        for parameter in learners.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    other = ratios(config, learners)
+    assert other.std() > 0.02 and misses(other, 1.0) < 4
+
+
+def test_top_p_cuts_the_mean_importance_ratio_by_another_share(model: Path) -> None:
+    learners = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    cut = ratios(settings(model, 200, {"max_tokens": 1, "top_p": 0.8, "temperature": 1.0}), learners)
+    with torch.no_grad():
+        kept = torch.softmax(learners(torch.tensor([SHORT])).logits[0, -1], -1).sort(descending=True).values
+    nucleus = float(kept[: int((kept.cumsum(0) < 0.8).sum()) + 1].sum())
+    # The share that the nucleus has of the whole: what the run is warned of at its start.
+    assert 0.8 <= nucleus < 1 and cut == pytest.approx(nucleus, abs=1e-3)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "wait"])
+def test_response_longer_than_many_versions_crashes_or_leaks_one(model: Path, tmp_path: Path, in_flight: str) -> None:
+    config = settings(model, 2, {"max_tokens": 60}, in_flight=in_flight)
+
+    async def main() -> None:
+        learner = Learner(config, tmp_path)
+        engine = await connected(config, learner)
+        try:
+            await learner.deliver()
+            before = psutil.Process().num_fds()
+            response = asyncio.create_task(engine.sample(LONG[:8], seed=3))
+            while not response.done():
+                await learner.deliver()
+            completions = await response
+            assert learner.given_up == [] and engine.version == learner.version
+            versions = [span.version for c in completions for span in c.version_spans]
+            if in_flight == "keep":
+                assert len(set(versions)) > 10
+            else:
+                assert len(set(versions)) == 1
+            assert psutil.Process().num_fds() <= before
+        finally:
+            await learner.close()
+            engine.shutdown()
 
     asyncio.run(main())

@@ -41,3 +41,13 @@ def start() -> Iterator[Start]:
                     one.kill()
             process.communicate(timeout=60)
             psutil.wait_procs(left, timeout=60)
+
+
+@pytest.fixture
+def three_cores() -> Iterator[str]:
+    """The address of a Ray cluster with room for a learner and two actors, however few cores there are."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
+    yield cluster.address
+    cluster.shutdown()

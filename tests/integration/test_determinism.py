@@ -136,16 +136,6 @@ async def generate(n: int, engine: TransformersEngine, task: TaskSet, tokenizer:
     )
 
 
-@pytest.fixture
-def three_cores() -> Iterator[str]:
-    """The address of a Ray cluster with room for a learner and two actors, however few cores there are."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
-    yield cluster.address
-    cluster.shutdown()
-
-
 @pytest.mark.parametrize("engine", ["transformers"])
 def test_timing_or_number_of_actors_changes_a_synchronous_run(
     engine: str, start: Start, tiny_model: Path, tmp_path: Path, three_cores: str
