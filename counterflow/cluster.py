@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
+import random
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from counterflow.errors import (
 )
 
 _OBJECT_STORE_BYTES = 128 << 20
+_PORTS = range(20_000, 31_000)
+"""Below those that systems give out unasked."""
+_PORTS_EACH = 8
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Cluster:
     def __init__(self, group: Any, wanted: Sequence[Bundle], cores: Sequence[int] | None) -> None:
         self._places = {index: (group, index) for index in range(len(wanted))}
         self._numbers = itertools.count(len(wanted))
+        self._first_port = random.choice(_PORTS)
         shares = processes.share_cores([bundle.cpus for bundle in wanted], cores) if cores else None
         self._cores = dict(enumerate(shares)) if shares else None
         self._free_cores = [core for core in cores or () if not any(core in share for share in shares or ())]
@@ -146,6 +151,14 @@ class Cluster:
         if self._cores is not None:
             self._free_cores += self._cores.pop(index)
 
+    def ports(self, index: int) -> dict[str, str]:
+        """Where the process of the bundle looks for free ports, as its environment says it.
+
+        vLLM lets go of a port that it found free before it takes it: engines that start together look in ranges of
+        their own, and those of another run, which begin anywhere, hardly ever in the same.
+        """
+        return {"VLLM_PORT": str(self._first_port + _PORTS_EACH * index)}
+
     def spawn(self, cls: type, bundle: Bundle, index: int, *args: Any, beside: str | None = None) -> Any:
         """Make a Ray actor of `cls(*args)` in the place reserved for bundle `index`.
 
@@ -163,7 +176,7 @@ class Cluster:
             num_cpus=bundle.cpus,
             num_gpus=bundle.gpus,
             scheduling_strategy=strategy,
-            runtime_env={"env_vars": process_environment(bundle.cpus, bundle.gpus)},
+            runtime_env={"env_vars": process_environment(bundle.cpus, bundle.gpus) | self.ports(index)},
         )
         return options.remote(*args)
 
