@@ -23,6 +23,7 @@ from counterflow.buffer.connection import PASSWORD_VARIABLE
 from counterflow.cluster import Bundle, Node, check_room
 from counterflow.configs import RunConfig
 from counterflow.errors import ConfigError, PlacementError
+from counterflow.processes import usable_cores
 
 
 @pytest.fixture
@@ -264,9 +265,11 @@ def test_busy_port(refused: Callable[..., str]) -> None:
         assert "metrics.port" in refused(f"metrics.port={taken.getsockname()[1]}")
 
 
-def test_more_actors_than_cores(refused: Callable[..., str]) -> None:
-    message = refused("actors.count=1000")
-    assert "bundle" in message and "actor" in message
+def test_one_core_too_few_is_found_out_late(refused: Callable[..., str]) -> None:
+    cores = len(usable_cores())
+    message = refused(f"actors.count={cores}")
+    assert f"no room for bundle {cores}, actor {cores - 1} (1 CPU): there are {cores} CPUs" in message
+    assert "lower actors.count" in message
 
 
 def test_bundle_without_room_is_not_named() -> None:

@@ -1,4 +1,4 @@
-"""kill -9 of an actor in the midst of a generation, a reward, an addition or an update: nothing is lost or trained twice.
+"""kill -9 of an actor in the midst of generation, reward, addition or update: nothing is lost or trained twice.
 
 The actor kills itself, by an environment that wraps what it does: so the moment is exact. It has the transformers
 engine; engines of vLLM are killed in `tests/actors/test_engine_transports.py` and `test_death.py`.
