@@ -241,3 +241,18 @@ def test_last_of_all_is_waited_for(pace: Any) -> None:
     assert len(ends) == 1 and ends[0].startswith("no actor is left to generate: actor ")
     said = str(world.fleet.blamed(DeadlineExceeded("the learner", "groups", 3.0)))
     assert "no actor generates, the learner waited 3 s for groups (actor 0: " in said and "actor 1: " in said
+
+
+@given(pace=st.data())
+def test_actor_that_left_is_still_sent_versions(pace: Any) -> None:
+    async def scenario() -> None:
+        world = World(pace)
+        await world.fleet.start(None, world.delivery)  # type: ignore[arg-type]
+        await world.publish()
+        world.fleet.resize(1)
+        await world.settle()
+        assert world.delivery.actors == ("actor 0",) and world.actors[1].left and world.actors[1].dead
+        # It took part in what was on its way when it was to leave.
+        assert world.actors[1].version in (0, 1) and not world.fleet._losses and world.fleet.restarts == 0
+
+    asyncio.run(scenario())
