@@ -33,13 +33,14 @@ from counterflow.buffer.producer import Capacity, Closed, Lease, Producer
 from counterflow.buffer.trajectory import Group, Origin, Trajectory
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import BufferUnavailable, RunFailed
-from counterflow.processes import descendants, pin, shared_memory
+from counterflow.processes import descendants, end, pin, shared_memory
 from counterflow.records import Interval
 from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
 
 _ADMISSION_POLL_S = 0.02
+_GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class RolloutActor:
     async def state(self) -> ActorState:
         """How the actor is doing. Raises what ended its loop, if something did."""
         if self._heartbeat is not None:
-            await self._heartbeat.check()
+            self._heartbeat.check()
         if self._loop_task is not None and self._loop_task.done() and not self._loop_task.cancelled():
             self._loop_task.result()
         error, self._last_error = self._last_error, None
@@ -183,6 +184,10 @@ class RolloutActor:
         state = await self.state()
         await self.stop()
         return state
+
+    async def end(self) -> None:
+        """End every process below this one, whatever state it is in."""
+        await asyncio.to_thread(end, descendants(), _GRACE_S)
 
     async def stop(self) -> None:
         """Stop generating and end the engine's and the reward pool's processes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
 
 _ANSWER_TIMEOUT_S = 60.0
+_END_S = 10.0
 
 
 class Fleet:
@@ -164,16 +166,16 @@ class Fleet:
         failure: Exception | None = error
         while failure is not None:
             if self.restarts == self._config.actors.max_restarts:
-                self._give_up(index, failure)
+                await self._give_up(index, failure)
                 return
             self.restarts += 1
             self._telemetry.event("actor_lost", actor=index, error=first_line(failure))
             self._telemetry.note(f"{_name(index)} is replaced ({first_line(failure)})")
-            self._kill(index)
+            await self._kill(index)
             failure = await self._try(index)
         self._telemetry.note(f"{_name(index)} serves again, version {self._delivery.served}")
 
-    def _give_up(self, index: int, failure: Exception) -> None:
+    async def _give_up(self, index: int, failure: Exception) -> None:
         """Go on without the actor.
 
         Raises:
@@ -181,7 +183,7 @@ class Fleet:
         """
         lost = f"{_name(index)} was lost, after {self.restarts} replacements (actors.max_restarts): {failure}"
         self._members.discard(index)
-        self._kill(index)
+        await self._kill(index)
         if not self._members:
             raise RunFailed(f"no actor is left to generate: {lost}") from failure
         self._room.give_back(index)
@@ -219,15 +221,18 @@ class Fleet:
                 self._telemetry.actors([(index, state)])
             except (RunFailed, DeadlineExceeded) as error:
                 self._telemetry.note(f"{_name(index)} left groups behind: {first_line(error)}")
-            self._kill(index)
+            await self._kill(index)
         self._room.give_back(index)
         self._telemetry.event("actor_left", actor=index)
         self._telemetry.note(f"{_name(index)} has left")
 
-    def _kill(self, index: int) -> None:
+    async def _kill(self, index: int) -> None:
         import ray
 
         if (handle := self._handles.pop(index, None)) is not None:
+            # An engine that hangs, or is stopped, does not see its actor go.
+            with suppress(RunFailed, DeadlineExceeded):
+                await call(handle.end.remote(), f"{_name(index)} to end its processes", _END_S)
             ray.kill(handle, no_restart=True)
         self._unlink(index)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from typing import Any
 
-import psutil
 import pytest
 
 from counterflow.actors import heartbeat
@@ -41,7 +38,7 @@ async def outlives(patient: Any, timeout_s: float, for_s: float) -> bool:
     try:
         async with asyncio.timeout(for_s):
             while True:
-                await heart.check()
+                heart.check()
                 await asyncio.sleep(0.01)
     except TimeoutError:
         return True
@@ -52,17 +49,11 @@ async def outlives(patient: Any, timeout_s: float, for_s: float) -> bool:
 def test_hanging_engine_lives_on() -> None:
     patient = Patient()
     patient.answers = False
-    # What hangs is stopped, as a process that no polite signal reaches.
-    engine = psutil.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    engine.suspend()
     with pytest.raises(ProcessDied, match="hangs: it said nothing for 0.2 s"):
         asyncio.run(outlives(patient, 0.2, for_s=60))
-    assert not psutil.pid_exists(engine.pid)
 
 
-def test_engine_that_loads_or_works_is_killed() -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-
+def test_engine_that_loads_or_works_is_taken_for_one_that_hangs() -> None:
     async def scenario() -> None:
         patient = Patient()
         assert await outlives(patient, 0.3, for_s=0.6)
@@ -81,9 +72,6 @@ def test_engine_that_loads_or_works_is_killed() -> None:
         coming.cancel()
 
     asyncio.run(scenario())
-    assert other.poll() is None
-    other.kill()
-    other.wait()
 
 
 def test_death_is_told_only_at_the_next_beat() -> None:

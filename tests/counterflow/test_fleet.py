@@ -69,6 +69,9 @@ class Actor:
     def on_state(self) -> ActorState:
         return ActorState({}, None, [], None)
 
+    def on_end(self) -> None:
+        """It has no process of its own."""
+
     def on_leave(self) -> ActorState:
         self.left = True
         return self.on_state()

@@ -21,7 +21,7 @@ SLOW_REWARD = """
 import pathlib, time
 
 def score(completion, record):
-    if not pathlib.Path("hurry").exists():
+    if not pathlib.Path("FOLDER/hurry").exists():
         time.sleep(0.1)
     return float(completion.count(record["answer"]))
 """
@@ -30,7 +30,7 @@ def score(completion, record):
 def slowed(folder: Path, model: Path) -> Path:
     """Inputs of a run that takes its time until there is a file `hurry`."""
     config = write_inputs(folder, model, ["7", "1", "2", "3"] * 4)
-    (folder / "my_reward.py").write_text(SLOW_REWARD)
+    (folder / "my_reward.py").write_text(SLOW_REWARD.replace("FOLDER", str(folder)))
     return config
 
 
@@ -50,7 +50,7 @@ def processes(name: str) -> list[psutil.Process]:
 def test_actors_that_come_and_go_take_groups_with_them(
     engine: str, start: Start, tiny_model: Path, tmp_path: Path, three_cores: str
 ) -> None:
-    options = [f"run.steps={STEPS}", f"actors.engine={engine}", "actors.max_restarts=0", "admission.lease_s=3"]
+    options = [f"run.steps={STEPS}", f"actors.engine={engine}", "actors.max_restarts=0", "admission.lease_s=15"]
     options += [f"run.ray_address={three_cores}", "run.placement_timeout_s=3", "evaluation.every=0"]
     run = start(tmp_path, slowed(tmp_path, tiny_model), *options)
     wait_for(run, r"^step 2/")
@@ -84,14 +84,16 @@ def test_actors_that_come_and_go_take_groups_with_them(
 
 
 def test_hanging_engine_hangs_the_run(start: Start, tiny_model: Path, tmp_path: Path) -> None:
-    options = ["run.steps=30", "actors.heartbeat_timeout_s=5", "admission.lease_s=3", "evaluation.every=0"]
-    run = start(tmp_path, slowed(tmp_path, tiny_model), *options)
+    options = ["run.steps=30", "actors.heartbeat_timeout_s=20", "weight_sync.timeout_s=30", "admission.lease_s=15"]
+    run = start(tmp_path, slowed(tmp_path, tiny_model), *options, "evaluation.every=0")
     wait_for(run, r"^step 2/")
-    (engine,) = processes("VLLM::EngineCore")
-    engine.suspend()
+    engine = processes("VLLM::")
+    for process in engine:
+        process.suspend()
     said = wait_for(run, r"actor 0 is replaced")
-    assert "the engine hangs: it said nothing for 5 s (actors.heartbeat_timeout_s) and was killed" in said
-    assert psutil.wait_procs([engine], timeout=60)[1] == []
+    # A version that it was to load by then has a deadline of its own.
+    assert re.search(r"the engine hangs: it said nothing for 20 s|waited 30 s for policy version \d+ to arrive", said)
+    assert engine and psutil.wait_procs(engine, timeout=60)[1] == []
     (tmp_path / "hurry").touch()
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output
@@ -117,7 +119,7 @@ def test_lost_node_is_waited_for_without_end(
 ) -> None:
     cluster: object = two_nodes
     options = [f"run.ray_address={cluster.address}", "actors.engine=transformers", "evaluation.every=0"]  # type: ignore[attr-defined]
-    options += ["run.steps=20", "admission.lease_s=3", f"run.step_timeout_s={300 if comes_back else 15}"]
+    options += ["run.steps=20", "admission.lease_s=15", f"run.step_timeout_s={300 if comes_back else 15}"]
     run = start(tmp_path, slowed(tmp_path, tiny_model), *options)
     wait_for(run, r"^step 2/")
     remove_node_of_the_actor(cluster)

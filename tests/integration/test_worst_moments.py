@@ -16,7 +16,7 @@ from conftest_runs import Start, shared_memory, wait_for, write_inputs
 
 from counterflow.buffer.archive import read_steps
 
-KILLS, STEPS = 10, 40
+KILLS, STEPS = 10, 80
 
 SABOTEUR = """
 import asyncio, itertools, os, pathlib, signal, time
@@ -25,7 +25,7 @@ from counterflow.actors import decoding, rewards, transformers_engine
 from counterflow.actors.environments import Step
 from counterflow.buffer import producer
 
-ORDER = pathlib.Path("order").resolve()
+ORDER = pathlib.Path("FOLDER/order")
 
 
 class Saboteur:
@@ -91,7 +91,7 @@ def in_update(take):
 
 
 decoding.Decoding.step = in_generation(decoding.Decoding.step)
-rewards.RewardPool.attempt = during("reward", rewards.RewardPool.attempt, 0.2)
+rewards.RewardPool.attempt = during("reward", rewards.RewardPool.attempt, 0.1)
 producer.Producer._send = during("addition", producer.Producer._send, 0.003)
 transformers_engine.TransformersEngine._take = in_update(transformers_engine.TransformersEngine._take)
 """
@@ -99,8 +99,8 @@ REWARD = """
 import pathlib, time
 
 def score(completion, record):
-    if not pathlib.Path("hurry").exists():
-        time.sleep(0.1)
+    if not pathlib.Path("FOLDER/hurry").exists():
+        time.sleep(0.03)
     return float(completion.count(record["answer"]))
 """
 
@@ -112,10 +112,10 @@ def test_actor_killed_at_the_worst_moment_loses_or_repeats_groups(
 ) -> None:
     moments, answers = random.Random(moment), [str(i % 10) for i in range(4 * STEPS + 60)]
     config = write_inputs(tmp_path, tiny_model, answers)
-    (tmp_path / "saboteur.py").write_text(SABOTEUR)
-    (tmp_path / "my_reward.py").write_text(REWARD)
+    (tmp_path / "saboteur.py").write_text(SABOTEUR.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "my_reward.py").write_text(REWARD.replace("FOLDER", str(tmp_path)))
     options = [f"run.steps={STEPS}", "actors.engine=transformers", "task.environment=saboteur:Saboteur"]
-    options += [f"actors.max_restarts={KILLS}", "admission.lease_s=3", "admission.attempts=20", "evaluation.every=0"]
+    options += [f"actors.max_restarts={KILLS}", "admission.lease_s=5", "admission.attempts=20", "evaluation.every=0"]
     run = start(tmp_path, config, *options)
     said = wait_for(run, r"^step 2/")
     for _ in range(KILLS):
