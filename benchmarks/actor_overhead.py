@@ -22,8 +22,9 @@ from common import SMOLLM2_135M, TINY, Row, Shape, arguments, compare, publish, 
 from counterflow import preflight
 from counterflow.actors.heartbeat import Heartbeat
 from counterflow.actors.rollout import RolloutActor
+from counterflow.buffer.producer import Lease
 from counterflow.buffer.server import EmbeddedServer
-from counterflow.buffer.store import Lease, read_ledger
+from counterflow.buffer.store import read_ledger
 from counterflow.cluster import bundles, connect
 from counterflow.configs.schema import RunConfig
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest_runs import Start, write_inputs
+from conftest_runs import Start, shared_memory, wait_for, write_inputs
 
 from counterflow.buffer.archive import read_steps
 from counterflow.buffer.codec import from_batch
@@ -71,3 +71,73 @@ def test_environment_tokens_are_trained(engine: str, start: Start, tiny_model: P
     assert sum(row["tokens"] for row in steps) == sum(len(t.response_token_ids) for t in trained) - masked
     evaluations = pq.read_table(folder / "evaluations.parquet").to_pylist()
     assert all(row["n"] > 0 for row in evaluations)
+
+
+SLOW_ENVIRONMENT = """
+import asyncio, pathlib
+
+from counterflow.actors.environments import Step
+
+FOLDER = pathlib.Path("HERE")
+
+
+class Waits:
+    '''Once armed, keeps one response waiting in its middle until it is released.'''
+
+    def __init__(self, tokenizer):
+        self.turns = 0
+
+    async def reset(self, record):
+        try:
+            (FOLDER / "armed").rename(FOLDER / "waiting")
+            self.waits = True
+        except FileNotFoundError:
+            self.waits = False
+
+    async def step(self, turn_token_ids):
+        self.turns += 1
+        while self.waits and self.turns == 1 and not (FOLDER / "released").exists():
+            await asyncio.sleep(0.05)
+        return Step((13, 13), done=not self.waits or self.turns == 2)
+"""
+
+
+def test_response_of_more_versions_than_the_lag_bound_ends_the_run(
+    start: Start, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = write_inputs(tmp_path, tiny_model, [*"7135792468135792468"])
+    (tmp_path / "my_environment.py").write_text(SLOW_ENVIRONMENT.replace("HERE", str(tmp_path)))
+    options = ["task.environment=my_environment:Waits", "task.environment_timeout_s=300", "sampling.max_tokens=24"]
+    options += ["sampling.stop=['7', '3', '1']", "buffer.order=ready", "admission.staleness=mask_tokens"]
+    run = start(
+        tmp_path,
+        config,
+        *options,
+        "admission.max_lag=1",
+        "run.steps=60",
+        "actors.engine=transformers",
+        "evaluation.every=0",
+    )
+    wait_for(run, r"^step (?!1/)")
+    (tmp_path / "armed").touch()
+    said = ""
+    while not (tmp_path / "waiting").exists():
+        said = wait_for(run, r"^step ")
+    before = int(said.rsplit("step ", 1)[1].split("/")[0])
+    while int(said.rsplit("step ", 1)[1].split("/")[0]) < before + 6:
+        said = wait_for(run, r"^step ")
+    (tmp_path / "released").touch()
+    output, _ = run.communicate(timeout=400)
+    assert run.returncode == 0, output
+    folder = tmp_path / "runs" / "run"
+    assert json.loads((folder / "summary.json").read_text())["ledger"]["closes"]
+    trained = [
+        trajectory
+        for step in read_steps(folder / "archive")
+        for batch in step.groups
+        for trajectory in from_batch(batch).trajectories
+    ]
+    widest = max(t.version_spans[-1].version - t.version_spans[0].version for t in trained if t.version_spans)
+    assert widest >= 4
+    assert max(row["lag_max"] for row in pq.read_table(folder / "metrics.parquet").to_pylist()) <= 1
+    assert shared_memory() == set()
