@@ -238,6 +238,10 @@ class Engines:
         """kill -9 of its process."""
         os.kill(self._processes[id(engine._llm)].pid, signal.SIGKILL)
 
+    def stop(self, engine: VllmEngine) -> None:
+        """Have its process hang."""
+        os.kill(self._processes[id(engine._llm)].pid, signal.SIGSTOP)
+
     def forget(self, engine: VllmEngine) -> None:
         """Let go of one that was killed; another is started when it is needed."""
         self._running = [other for other in self._running if other._llm is not engine._llm]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from collective_peers import Peer, Peers
 from live_engines import CLOSE, LONG, SAMPLES, SHORT, Answer, Asker, Engines, Learner, make_model, name
 
+from counterflow.actors.heartbeat import Heartbeat
 from counterflow.cluster import process_environment
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ProcessDied, WeightSyncError
@@ -77,6 +78,32 @@ async def learning(config: RunConfig, folder: Path) -> AsyncIterator[Learner]:
         yield learner
     finally:
         await learner.close()
+
+
+def test_hanging_engine_is_taken_for_one_at_work(
+    model: Path, engines: Engines, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    config = settings(model)
+
+    async def main() -> None:
+        async with learning(config, tmp_path) as learner:
+            asker = Asker(await engines.one(learner, 0, config))
+            await learner.delivery.join(name(0), loader(asker.engine))
+            heart = Heartbeat(asker.engine, timeout_s=5.0)
+            async with asker.at_work():
+                for _ in range(4):
+                    await asker.more()
+                    await learner.deliver()
+                    heart.check()
+            engines.stop(asker.engine)
+            with pytest.raises(ProcessDied, match="the engine hangs: it said nothing for 5 s"):
+                while True:
+                    heart.check()
+                    await asyncio.sleep(0.05)
+            engines.kill(asker.engine)
+            engines.forget(asker.engine)
+
+    runner.run(main())
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])

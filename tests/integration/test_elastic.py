@@ -16,7 +16,6 @@ from conftest_runs import Start, command_line, shared_memory, wait_for, write_in
 
 from counterflow.buffer.archive import read_steps
 
-STEPS = 40
 SLOW_REWARD = """
 import pathlib, time
 
@@ -46,11 +45,11 @@ def processes(name: str) -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if name in command_line(p)]
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("engine", "steps"), [("transformers", 40), pytest.param("vllm", 160, marks=pytest.mark.slow)])
 def test_actors_that_come_and_go_take_groups_with_them(
-    engine: str, start: Start, tiny_model: Path, tmp_path: Path, three_cores: str
+    engine: str, steps: int, start: Start, tiny_model: Path, tmp_path: Path, three_cores: str
 ) -> None:
-    options = [f"run.steps={STEPS}", f"actors.engine={engine}", "actors.max_restarts=0", "admission.lease_s=15"]
+    options = [f"run.steps={steps}", f"actors.engine={engine}", "actors.max_restarts=0", "admission.lease_s=15"]
     options += [f"run.ray_address={three_cores}", "run.placement_timeout_s=3", "evaluation.every=0"]
     run = start(tmp_path, slowed(tmp_path, tiny_model), *options)
     wait_for(run, r"^step (?!1/)")
@@ -70,10 +69,10 @@ def test_actors_that_come_and_go_take_groups_with_them(
     assert run.returncode == 0, output
     folder = tmp_path / "runs" / "run"
     ledger = json.loads((folder / "summary.json").read_text())["ledger"]
-    assert ledger["closes"] and ledger["trained"] == 4 * STEPS and not ledger["dropped"].get("poison")
+    assert ledger["closes"] and ledger["trained"] == 4 * steps and not ledger["dropped"].get("poison")
     steps = list(read_steps(folder / "archive"))
     trained = [batch.column("admission")[0].as_py() for step in steps for batch in step.groups]
-    assert trained == list(range(4 * STEPS))
+    assert trained == list(range(4 * steps))
     served = Counter(
         event["actor"]
         for event in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
