@@ -89,7 +89,8 @@ class Fleet:
         for index in sorted(self._members)[count:]:
             self._members.discard(index)
             self._leaving[index] = asyncio.create_task(self._leave(index))
-        free = (index for index in itertools.count() if index not in self._members and index not in self._leaving)
+        taken = self._members | {index for index, task in self._leaving.items() if not task.done()}
+        free = (index for index in itertools.count() if index not in taken)
         for index in itertools.islice(free, max(count - len(self._members), 0)):
             self._members.add(index)
             self._replacing[index] = asyncio.create_task(self._add(index))
