@@ -114,7 +114,7 @@ def _settings(lora: LoraSection) -> Any:
     # Dropout would make pi differ from itself between two forwards.
     return LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_alpha=lora.alpha,
         lora_dropout=0.0,
         target_modules=list(lora.targets) if lora.targets else "all-linear",
         task_type="CAUSAL_LM",

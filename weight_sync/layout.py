@@ -51,7 +51,7 @@ class Layout:
     @property
     def loaded_dtype(self) -> torch.dtype:
         """The dtype in which an engine is given what it loads."""
-        return self.dtype if self.adapter is None else getattr(torch, self.adapter.dtype)  # type: ignore[no-any-return]
+        return self.dtype if self.adapter is None else getattr(torch, self.adapter.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for vLLM's weight-transfer calls."""

@@ -88,7 +88,7 @@ def test_hanging_engine_is_taken_for_one_at_work(
     async def main() -> None:
         async with learning(config, tmp_path) as learner:
             asker = Asker(await engines.one(learner, 0, config))
-            await learner.delivery.join(name(0), loader(asker.engine))
+            await learner.join(name(0), asker.engine)
             heart = Heartbeat(asker.engine, timeout_s=5.0)
             async with asker.at_work():
                 for _ in range(4):

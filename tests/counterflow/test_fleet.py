@@ -92,6 +92,9 @@ class Telemetry:
     def actors(self, states: object) -> None:
         """Not looked at."""
 
+    def retried(self, actor: str, error: Exception) -> None:
+        """Not looked at."""
+
 
 class World:
     """A learner, room for actors, and the fleet between them."""
@@ -102,8 +105,8 @@ class World:
         self.reserved: set[int] = set()
         self.telemetry = Telemetry()
         config = RunConfig.model_validate({"actors": {"count": 2, "max_restarts": restarts}})
-        self.fleet = Fleet(config, self, self.spawn, self.telemetry)  # type: ignore[arg-type]
-        self.delivery = Delivery(self, False, self.fleet.given_up)
+        self.delivery = Delivery(self, False, self.telemetry.retried)
+        self.fleet = Fleet(config, self, self.spawn, self.delivery, self.telemetry)  # type: ignore[arg-type]
 
     async def place(self, index: int) -> int:
         await asyncio.sleep(0)
@@ -130,7 +133,7 @@ class World:
 
     async def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
         await asyncio.sleep(0)
-        return Shipment(staged.version, staged.slot, {})
+        return Shipment(staged.version, {})
 
     async def send(self, staged: StagedVersion) -> Fingerprints:
         await asyncio.sleep(0)
@@ -177,7 +180,7 @@ OPERATIONS = st.lists(
 def test_some_history_leaves_an_actor_behind(operations: list[tuple[str, int]], pace: Any) -> None:
     async def scenario() -> None:
         world = World(pace)
-        await world.fleet.start(None, world.delivery)  # type: ignore[arg-type]
+        await world.fleet.start(None)  # type: ignore[arg-type]
         await world.fleet.begin()
         asked = 2
         for name, number in operations:
@@ -217,7 +220,7 @@ def lost(pace: Any, count: int) -> tuple[World, list[str]]:
     world, ends = World(pace, restarts=0), []
 
     async def scenario() -> None:
-        await world.fleet.start(None, world.delivery)  # type: ignore[arg-type]
+        await world.fleet.start(None)  # type: ignore[arg-type]
         await world.fleet.begin()
         for actor in world.living[:count]:
             actor.dead = True
@@ -250,7 +253,7 @@ def test_last_of_all_is_waited_for(pace: Any) -> None:
 def test_actor_that_left_is_still_sent_versions(pace: Any) -> None:
     async def scenario() -> None:
         world = World(pace)
-        await world.fleet.start(None, world.delivery)  # type: ignore[arg-type]
+        await world.fleet.start(None)  # type: ignore[arg-type]
         await world.publish()
         world.fleet.resize(1)
         await world.settle()
