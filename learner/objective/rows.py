@@ -142,10 +142,12 @@ def sampling_caution(top_p: float, top_k: int, spec: ObjectiveSpec) -> str | Non
     if (top_p >= 1 and top_k <= 0) or (spec.correction == "none" and not own):
         return None
     what = " and ".join(([f"top_p {top_p:g}"] if top_p < 1 else []) + ([f"top_k {top_k}"] if top_k > 0 else []))
+    # The nucleus is the fewest tokens that reach top_p; of top_k nothing is known but by measuring.
+    size = f"between {top_p:g} and 1 a token" if top_p < 1 and top_k <= 0 else "below 1"
     return (
         f"Sampling with {what} and importance weights is biased: tokens that were cut off are never sampled, so "
-        "E_mu[rho_t] is the probability that pi gives to the tokens that were kept, not 1, and what the others would "
-        "teach is missing. Set sampling.top_p to 1 and sampling.top_k to 0, or leave out the weights."
+        f"E_mu[rho_t] is the probability that pi gives to the tokens that were kept, {size} and not 1, and what the "
+        "others would teach is missing. Set sampling.top_p to 1 and sampling.top_k to 0, or leave out the weights."
     )
 
 

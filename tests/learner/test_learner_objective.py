@@ -488,7 +488,9 @@ def test_half_precision_is_warned_of():
 def test_truncated_sampling_with_weights_is_warned_of():
     warnings = check_objective(with_objective(sampling={"top_p": 0.9, "top_k": 5})).warnings
     (caution,) = [warning for warning in warnings if "top_p" in warning]
-    assert "top_k 5" in caution and "E_mu[rho_t]" in caution
+    assert "top_k 5" in caution and "E_mu[rho_t]" in caution and "kept, below 1" in caution
+    (bounded,) = [w for w in check_objective(with_objective(sampling={"top_p": 0.8})).warnings if "top_p" in w]
+    assert "between 0.8 and 1 a token" in bounded
     unweighted = with_objective(sampling={"top_p": 0.9}, importance={"correction": "none"})
     assert not any("top_p" in line for line in check_objective(unweighted).warnings)
 
