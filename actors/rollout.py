@@ -97,6 +97,7 @@ class RolloutActor:
             ),
             lease_s=admission.lease_s,
             attempts=admission.attempts,
+            holder=self._name,
         )
         self._engine: Engine | None = None
         self._heartbeat: Heartbeat | None = None

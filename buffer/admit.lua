@@ -1,11 +1,11 @@
 #!lua
 -- Give out the next groups to generate, or say why there are fewer than wanted.
--- KEYS: state, leases, attempts, stream, producers, buffered
+-- KEYS: state, leases, attempts, stream, producers, buffered, owners
 -- ARGV: producer, its call, wanted, open_groups, capacity_groups, capacity_bytes, groups_per_step, lease_ms, max_attempts
 -- Returns {why, n, attempt, n, attempt, ...}; why is 0, or 1 when the lag budget is used up, or 2 when the buffer is full.
 -- `producers` remembers each producer's latest answer, for a call repeated after its reply was lost, at least until the
 -- leases in it have run out: a producer that comes new takes away those of before.
-local state, leases, attempts, stream, producers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local state, leases, attempts, stream, producers, owners = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[7]
 local producer, call = ARGV[1], ARGV[2]
 local numbers = {}
 for i = 3, #ARGV do numbers[i - 2] = tonumber(ARGV[i]) end
@@ -31,6 +31,7 @@ local function number(field) return tonumber(redis.call('HGET', state, field) or
 
 local function lease(n)
   redis.call('ZADD', leases, now + lease_ms, n)
+  redis.call('HSET', owners, n, producer)
   local attempt = redis.call('HINCRBY', attempts, n, 1)
   table.insert(answer, n)
   table.insert(answer, attempt)
@@ -75,6 +76,12 @@ while #answer < 2 * wanted do
   redis.call('HINCRBY', state, 'admitted', 1)
   redis.call('HINCRBY', state, 'generated', 1)
   lease(n)
+end
+-- Owners of leases that are over go here, so that no other script need know them.
+if redis.call('HLEN', owners) > 2 * redis.call('ZCARD', leases) + 64 then
+  for _, n in ipairs(redis.call('HKEYS', owners)) do
+    if not redis.call('ZSCORE', leases, n) then redis.call('HDEL', owners, n) end
+  end
 end
 if #answer > 1 then redis.call('HSET', producers, producer, cjson.encode({call, answer, now + lease_ms})) end
 return answer

@@ -65,13 +65,23 @@ class Producer:
     Args:
         lease_s: a group not back this many seconds after its admission is given out again.
         attempts: how often a group is tried before it is dropped as poison.
+        holder: whose leases they are, for `expire_leases`.
     """
 
-    def __init__(self, address: Address, run_id: str, *, capacity: Capacity, lease_s: float, attempts: int) -> None:
+    def __init__(
+        self,
+        address: Address,
+        run_id: str,
+        *,
+        capacity: Capacity,
+        lease_s: float,
+        attempts: int,
+        holder: str = "producer",
+    ) -> None:
         self._address, self._client = address, connect_async(address)
         self._keys = Keys.of(run_id)
         self._capacity, self._lease_ms, self._attempts = capacity, int(lease_s * 1000), attempts
-        self._name, self._calls = secrets.token_hex(8), 0
+        self._name, self._calls = f"{holder}:{secrets.token_hex(8)}", 0
         self._largest_bytes: int | None = None
         self._flush = Flush(self._send, lambda addition: len(addition.payload), _MOST_AT_ONCE_BYTES)
         self._admit, self._fail = (self._client.register_script(script(name)) for name in ("admit", "fail"))
@@ -79,7 +89,7 @@ class Producer:
     async def admit(self, open_groups: int, wanted: int) -> tuple[list[Lease], Closed | None]:
         """Lease up to `wanted` groups with admission numbers below `open_groups`; if fewer, also why."""
         k, c = self._keys, self._capacity
-        keys = [k.state, k.leases, k.attempts, k.stream, k.producers, k.buffered]
+        keys = [k.state, k.leases, k.attempts, k.stream, k.producers, k.buffered, k.owners]
         limits = [wanted, open_groups, c.groups, c.bytes, c.groups_per_step, self._lease_ms, self._attempts]
         args = [self._name, self._call(), *limits]
         why, *numbers = await patiently_async(

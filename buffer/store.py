@@ -32,6 +32,8 @@ class Keys:
     """Sorted set: admission numbers being generated, by the Unix time in ms at which their lease ends."""
     producers: str
     """Hash: the latest leases that each producer was given, at least until they have run out."""
+    owners: str
+    """Hash: the producer that was given each leased group, and some that are leased no more."""
     attempts: str
     """Hash: how often each leased group was given out."""
     stream: str
@@ -101,6 +103,25 @@ def finish(address: Address, run_id: str) -> Ledger:
     try:
         patiently(address, f"the end of run {run_id}", lambda: _abandon_rest(client, k))
         return ledger_by(client, address, run_id)
+    finally:
+        client.close()
+
+
+def expire_leases(address: Address, run_id: str, holder: str) -> int:
+    """End the leases of an actor that died, so that its groups are given out again at once; returns how many.
+
+    Raises:
+        BufferUnavailable: the server went away, or refuses.
+    """
+    client, k = connect(address), Keys.of(run_id)
+    try:
+        expire = client.register_script(script("expire"))
+        found: int = patiently(
+            address,
+            f"the end of the leases of {holder}",
+            lambda: expire(keys=[k.leases, k.owners], args=[f"{holder}:"]),
+        )
+        return found
     finally:
         client.close()
 

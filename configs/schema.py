@@ -177,7 +177,8 @@ class AdmissionSection(Section):
         0.5, ge=0, lt=1, description="`downweight`: factor on a token's gradient a version past max_lag."
     )
     lease_s: PositiveSeconds = Field(
-        300.0, description="A group not back this many seconds after its admission is given out again."
+        300.0,
+        description="A group not back so many seconds after its admission, or whose actor died, is given out again.",
     )
     attempts: int = Field(3, ge=1, description="How often a group is tried before it is dropped as poison.")
 

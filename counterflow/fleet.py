@@ -34,6 +34,7 @@ class Fleet:
     Args:
         spawn: makes the process of an actor, by its number, in a place on the cluster.
         delivery: brings every actor its versions.
+        expire: has the groups that an actor of this name generated be given out again.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class Fleet:
         room: Room,
         spawn: Callable[[int, int], Any],
         delivery: Delivery,
+        expire: Callable[[str], object],
         telemetry: Telemetry,
     ) -> None:
-        self._config, self._room, self._spawn = config, room, spawn
+        self._config, self._room, self._spawn, self._expire = config, room, spawn, expire
         self._delivery, self._telemetry = delivery, telemetry
         self._members = set(range(config.actors.count))
         self._handles: dict[int, Any] = {}
@@ -235,6 +237,7 @@ class Fleet:
             with suppress(RunFailed, DeadlineExceeded):
                 await call(handle.end.remote(), f"{_name(index)} to end its processes", _END_S)
             ray.kill(handle, no_restart=True)
+            await asyncio.to_thread(self._expire, _name(index))
         self._unlink(index)
 
     async def _try(self, index: int) -> Exception | None:

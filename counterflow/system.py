@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from counterflow.actors.rollout import RolloutActor
 from counterflow.actors.tasks import TaskSet
 from counterflow.buffer.connection import Address, discover
 from counterflow.buffer.server import EmbeddedServer
-from counterflow.buffer.store import finish, forget, read_ledger
+from counterflow.buffer.store import expire_leases, finish, forget, read_ledger
 from counterflow.buffer.trajectory import Origin
 from counterflow.checks import Checks
 from counterflow.cluster import Cluster, as_failure, bundles, call, connect
@@ -190,7 +191,8 @@ class Run:
 
         port = LearnerPort(self.learner, self.telemetry, config.weight_sync.timeout_s)
         self.delivery = Delivery(port, config.weight_sync.transport in BROADCASTS, self.telemetry.retried)
-        self.fleet = Fleet(config, room, actor, self.delivery, self.telemetry)
+        expire = partial(expire_leases, address, self.origin.run_id)
+        self.fleet = Fleet(config, room, actor, self.delivery, expire, self.telemetry)
         self.checks = Checks(config, self.learner, self.fleet, self.delivery, self.telemetry)
 
     async def _live(self, address: Address) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from groups import make_group
-from produce import add, expire_leases, fill, lease_all, produce, say_again
+from produce import ROOMY, add, expire_leases, fill, lease_all, produce, say_again
 
+from counterflow.buffer import store
 from counterflow.buffer.connection import Address, connect
 from counterflow.buffer.consumer import Consumer
 from counterflow.buffer.producer import Capacity, Closed, Lease, Producer
@@ -43,6 +45,35 @@ def test_group_of_a_lost_lease_is_never_generated(server: Address, origin: Origi
 
     assert produce(server, origin, body) == [Lease(0, 1), Lease(0, 2)]
     assert read_ledger(server, origin.run_id).reissued == 1
+
+
+def test_groups_of_an_actor_that_died_wait_for_their_leases(server: Address, origin: Origin) -> None:
+    async def main() -> list[list[int]]:
+        producers = [
+            Producer(server, origin.run_id, capacity=ROOMY, lease_s=600, attempts=9, holder=holder)
+            for holder in ("actor 1", "actor 10", "actor 1")
+        ]
+        dead, other, successor = producers
+        try:
+            held = [await lease_all(dead, 2), await lease_all(other, 4)]
+            assert await asyncio.to_thread(store.expire_leases, server, origin.run_id, "actor 1") == 2
+            return [*held, await lease_all(successor, 4)]
+        finally:
+            for producer in producers:
+                await producer.close()
+
+    assert asyncio.run(main()) == [[0, 1], [2, 3], [0, 1]]
+
+
+def test_owners_of_leases_are_kept_for_ever(server: Address, origin: Origin) -> None:
+    async def body(producer: Producer) -> None:
+        for n in range(300):
+            await producer.admit(n + 1, wanted=1)
+            await add(producer, origin, n)
+
+    produce(server, origin, body)
+    with connect(server) as client:
+        assert client.hlen(Keys.of(origin.run_id).owners) <= 70
 
 
 def test_group_of_a_lost_lease_starts_again_under_too_old_a_version(server: Address, origin: Origin) -> None:

@@ -106,7 +106,7 @@ class World:
         self.telemetry = Telemetry()
         config = RunConfig.model_validate({"actors": {"count": 2, "max_restarts": restarts}})
         self.delivery = Delivery(self, False, self.telemetry.retried)
-        self.fleet = Fleet(config, self, self.spawn, self.delivery, self.telemetry)  # type: ignore[arg-type]
+        self.fleet = Fleet(config, self, self.spawn, self.delivery, lambda name: None, self.telemetry)  # type: ignore[arg-type]
 
     async def place(self, index: int) -> int:
         await asyncio.sleep(0)
