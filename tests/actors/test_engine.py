@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from live_engines import update
+from live_engines import known, update
 from transformers import AutoModelForCausalLM
 
 from counterflow.cluster import process_environment
@@ -72,7 +72,7 @@ def test_token_carries_a_version_that_did_not_sample_it(tiny_model: Path, monkey
                         parameter.add_(torch.randn_like(parameter) * 0.02)
                 weights.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
                 staged = publisher.stage(version, version % 2, named_weights(model))
-                await update(engine, publisher.prepare(staged, ["actor 0"]), publisher.send(staged))
+                await update(engine, publisher.prepare(staged, ["actor 0"]), known(publisher.send(staged)))
             await asyncio.gather(*load)
             # New requests for the same prompt, whose blocks an older version may have left in the prefix cache.
             return done, await engine.sample(PROMPT)
