@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def check(run: Path, steps: int) -> None:
     assert len(list(replay(alone, run / "archive", None, float("inf")))) == steps
     found = dict(alone.policy.model.named_parameters())
     moved = sum(float((saved[name] - start[name]).norm()) for name in start)
-    apart = sum(float((saved[name] - found[name]).norm()) for name in start)
+    apart = sum(float((saved[name] - found[name].detach()).norm()) for name in start)
     print(f"two ranks and one are {apart / moved:.1e} of the way apart after {steps} steps")
     assert apart < 0.01 * moved
 
@@ -103,13 +104,13 @@ def test_death_of_a_rank_ends_the_run_or_repeats_groups(
 ) -> None:
     address, head = cluster
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
-    options = ("learner.ranks=2", "run.steps=24", "checkpoint.every=5", "evaluation.every=0")
+    options = ("learner.ranks=2", "run.steps=30", "checkpoint.every=5", "evaluation.every=0")
     process = start(tmp_path, config, f"run.ray_address={address}", *options, **TOKEN)
-    wait_for(process, r"^step ([7-9])/")
+    wait_for(process, r"^step ([7-9]|1\d)/")
     rank_of(head, victim).kill()
     said = wait_for(process, "the run goes on from its newest checkpoint")
     assert words in said.splitlines()[-1] and "(restart 1 of 3)" in said
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
-    assert "the checkpoint of version 5" in output
-    check(tmp_path / "runs" / "run", 24)
+    assert re.search("the checkpoint of version (5|1[05])", output)
+    check(tmp_path / "runs" / "run", 30)

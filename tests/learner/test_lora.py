@@ -111,6 +111,11 @@ def test_export_is_not_the_policy(tiny_model: Path, tmp_path: Path) -> None:
         assert (adapted(IDS).logits - expected).abs().max() < 1e-5
 
 
+def test_adapter_gets_no_gradient_where_activations_are_computed_again(tiny_model: Path) -> None:
+    kept, again = (trained(configured(tiny_model, activation_checkpointing=on)) for on in (False, True))
+    torch.testing.assert_close(adapter_of(again), adapter_of(kept), rtol=1e-4, atol=1e-6)
+
+
 def go_on(number: int, configs: list[RunConfig], state: Path | None) -> list[Any]:
     found = []
     for config in configs:
