@@ -176,10 +176,10 @@ def edit_model_config(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"])
 def test_tokenizers_that_differ_have_one_fingerprint(model_copy: Path, name: str) -> None:
     config = RunConfig.model_validate({"model": {"path": model_copy}})
-    before = preflight._origin(config)
+    before = preflight.origin_of(config)
     with (model_copy / name).open("a") as file:
         file.write(" ")
-    after = preflight._origin(config)
+    after = preflight.origin_of(config)
     assert after.tokenizer_fingerprint != before.tokenizer_fingerprint
     assert after.model_fingerprint == before.model_fingerprint
 
