@@ -70,8 +70,8 @@ def test_actors_that_come_and_go_take_groups_with_them(
     folder = tmp_path / "runs" / "run"
     ledger = json.loads((folder / "summary.json").read_text())["ledger"]
     assert ledger["closes"] and ledger["trained"] == 4 * steps and not ledger["dropped"].get("poison")
-    steps = list(read_steps(folder / "archive"))
-    trained = [batch.column("admission")[0].as_py() for step in steps for batch in step.groups]
+    archived = read_steps(folder / "archive")
+    trained = [batch.column("admission")[0].as_py() for step in archived for batch in step.groups]
     assert trained == list(range(4 * steps))
     served = Counter(
         event["actor"]
