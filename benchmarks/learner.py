@@ -106,7 +106,7 @@ def configured(path: Path, budget: int, packing: bool = True, steps: int = 1) ->
         {
             "run": {"steps": steps},
             "model": {"path": str(path)},
-            "admission": {"groups_per_step": 32, "max_lag": steps},
+            "admission": {"groups_per_step": 32, "max_lag": float("inf")},
             "learner": {"microbatch_tokens": budget, "packing": packing},
             "objective": {"kl": {"beta": 0.0}},
         }
@@ -115,7 +115,7 @@ def configured(path: Path, budget: int, packing: bool = True, steps: int = 1) ->
 
 def trained(config: RunConfig, groups: list[Group]) -> Callable[[], object]:
     """A whole step of the trainer, with its record."""
-    trainer, entries = Trainer(config), [Entry(b"", group, b"", 0, 0) for group in groups]
+    trainer, entries = Trainer(config), [Entry(b"", group, 0, 0) for group in groups]
     return lambda: trainer.train(entries)
 
 
