@@ -72,7 +72,7 @@ def test_many_deaths_lose_or_repeat_groups(start: Start, tiny_model: Path, tmp_p
 
     A checkpoint is made at every step; an engine that starts at once leaves time for more of both.
     """
-    moments, steps = random.Random(7), 2000
+    moments, steps = random.Random(7), 500
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
     options = (f"run.steps={steps}", "checkpoint.every=1", "evaluation.every=0", "learner.max_restarts=100")
     options += ("actors.engine=transformers",)
