@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from counterflow.actors.generation import Completion, spans
+from counterflow.actors.generation import Completion
+from counterflow.buffer.trajectory import spans
 from counterflow.configs.schema import SamplingSection
 
 End = Callable[[list[int]], str | None]

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from counterflow.actors.environments import Step, resolve_environment
-from counterflow.actors.generation import Completion, Engine, spans
+from counterflow.actors.generation import Completion, Engine
 from counterflow.actors.reward_process import describe
 from counterflow.actors.seeds import group_seed, turn_seed
 from counterflow.actors.tasks import Prompt
-from counterflow.buffer.trajectory import BoolArray
+from counterflow.buffer.trajectory import BoolArray, spans
 from counterflow.configs.schema import RunConfig
 
 if TYPE_CHECKING:

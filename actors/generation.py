@@ -6,13 +6,14 @@ Imports neither engine: each is loaded where it is started.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Protocol
 
 from counterflow.buffer.trajectory import Float32Array, Int32Array, VersionSpan
 from counterflow.configs.schema import RunConfig
+from counterflow.errors import ProcessDied, WeightSyncError
 from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
@@ -27,15 +28,6 @@ class Completion:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: str
     """`stop`, or `length` for a truncated response."""
-
-
-def spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """The version that sampled each token, as runs of equal ones."""
-    found: list[VersionSpan] = []
-    for version, run in groupby(versions):
-        start = found[-1].end if found else 0
-        found.append(VersionSpan(version, start, start + len(list(run))))
-    return tuple(found)
 
 
 class Engine(Protocol):
@@ -84,6 +76,17 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """End the engine and its processes."""
+
+
+@contextmanager
+def loading(version: int) -> Iterator[None]:
+    """While the context is open a version is loaded: what goes wrong is a WeightSyncError, or the engine's death."""
+    try:
+        yield
+    except (WeightSyncError, ProcessDied):
+        raise
+    except Exception as error:
+        raise WeightSyncError(f"policy version {version} was not loaded: {error}") from error
 
 
 async def start_engine(config: RunConfig) -> Engine:

@@ -17,14 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
 from counterflow.actors.decoding import Decoding, End, sampled_from
-from counterflow.actors.generation import Completion
+from counterflow.actors.generation import Completion, loading
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import WeightSyncError
-from counterflow.weight_sync.adapter import Merger
 from counterflow.weight_sync.fingerprint import Fingerprints, by_group, fingerprint, in_wire_dtype
 from counterflow.weight_sync.layout import Layout, named_weights
 from counterflow.weight_sync.publisher import Shipment
-from counterflow.weight_sync.sources import Source, open_source
+from counterflow.weight_sync.sources import Intake
 
 Answer = TypeVar("Answer")
 
@@ -47,10 +46,7 @@ class TransformersEngine:
         self._open.set()
         self._idle.set()
         self._layout: Layout
-        self._merger: Merger | None = None
-        self._receiver: str
-        self._source: Source | None = None
-        self._transport: str | None = None
+        self._intake: Intake | None = None
         self.version = 0
         self.restarted = 0
         """Requests that an update aborted and that were begun again."""
@@ -96,9 +92,8 @@ class TransformersEngine:
 
     async def connect_weights(self, actor: str, layout: Layout) -> None:
         """Tell the engine whose it is, and what versions consist of."""
-        self._receiver, self._layout = f"{actor}/0", layout
-        if (adapter := layout.adapter) is not None:
-            self._merger = await self._in_thread(partial(Merger, adapter, str(self._model.device)))
+        self._layout = layout
+        self._intake = await self._in_thread(partial(Intake, f"{actor}/0", layout, str(self._model.device)))
         # Compiles what it would else wait for, paused, at its first update.
         await self._in_thread(partial(fingerprint, torch.zeros(1)))
 
@@ -111,12 +106,8 @@ class TransformersEngine:
         self._open.clear()
         if self._in_flight == "wait":
             await self._idle.wait()
-        try:
+        with loading(shipment.version):
             return [await self._in_thread(partial(self._load, shipment))]
-        except WeightSyncError:
-            raise
-        except Exception as error:
-            raise WeightSyncError(f"policy version {shipment.version} was not loaded: {error}") from error
 
     async def serve(self, version: int) -> None:
         """Go on with the version that was loaded."""
@@ -134,8 +125,8 @@ class TransformersEngine:
     def shutdown(self) -> None:
         """Decode no more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._source is not None:
-            self._source.close()
+        if self._intake is not None:
+            self._intake.close()
 
     async def _sample(
         self, token_ids: Sequence[int], seeds: Sequence[int], max_tokens: int | None = None
@@ -193,21 +184,13 @@ class TransformersEngine:
         return end
 
     def _load(self, shipment: Shipment) -> Fingerprints:
-        transport = shipment.way["transport"]
-        if self._source is None or transport != self._transport:
-            if self._source is not None:
-                self._source.close()
-            self._source = open_source(transport, self._receiver, self._layout, str(self._model.device))
-            self._transport = transport
-        arrive = self._take if self._merger is None else self._merger.arrive
-        self._source.receive(shipment.way, shipment.version, arrive)
-        if self._merger is not None:
-            self._merger.load(self._take)
+        assert self._intake is not None, "connect_weights() comes first"
+        self._intake.receive(shipment.way, shipment.version, self._take)
         wire = self._layout.loaded_dtype
         held = by_group(
             (name, fingerprint(in_wire_dtype(name, tensor, wire))) for name, tensor in named_weights(self._model)
         )
-        return held if self._merger is None else self._merger.vouch(held, whole=True)
+        return self._intake.received(held, whole=True)
 
     def _take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         held = dict(named_weights(self._model))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,10 +20,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from counterflow.actors.generation import Completion
+from counterflow.actors.generation import Completion, loading
 from counterflow.buffer.trajectory import VersionSpan
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import ProcessDied, RunFailed, WeightSyncError
+from counterflow.errors import ProcessDied, RunFailed
 from counterflow.weight_sync.fingerprint import Fingerprint, Fingerprints
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.publisher import Shipment
@@ -136,7 +135,7 @@ class VllmEngine:
             WeightSyncError: the engine could not load the version. It stays paused; a later one may yet succeed.
         """
         self._open.clear()
-        with _failing(shipment.version):
+        with loading(shipment.version):
             await self._while_alive(self._llm.pause_generation(mode=self._in_flight, clear_cache=self._recompute))
             await self._while_alive(self._load(shipment))
             return await self._while_alive(self._held())
@@ -147,7 +146,7 @@ class VllmEngine:
         Raises:
             WeightSyncError: the engine could not. It stays paused.
         """
-        with _failing(version):
+        with loading(version):
             await self._while_alive(self._llm.update_weight_version(str(version)))
             self.version = version
             await self._while_alive(self._llm.resume_generation())
@@ -225,16 +224,6 @@ class VllmEngine:
         if final is None or not final.finished:
             raise RunFailed("the engine ended a request without an answer")
         return sorted(final.outputs, key=lambda output: output.index)
-
-
-@contextmanager
-def _failing(version: int) -> Iterator[None]:
-    try:
-        yield
-    except (WeightSyncError, ProcessDied):
-        raise
-    except Exception as error:
-        raise WeightSyncError(f"policy version {version} was not loaded: {error}") from error
 
 
 def _completion(output: CompletionOutput) -> Completion:

@@ -5,8 +5,9 @@ Groups flow from the actors through the stream to the learner. Data only; the wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,15 @@ class VersionSpan:
     version: int
     start: int
     end: int
+
+
+def spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """The version that sampled each token, as runs of equal ones."""
+    found: list[VersionSpan] = []
+    for version, run in groupby(versions):
+        start = found[-1].end if found else 0
+        found.append(VersionSpan(version, start, start + len(list(run))))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -456,6 +456,11 @@ class LearnerSection(Section):
         False, description="Keep the inputs of the model's layers only and compute the rest again in backward."
     )
 
+    @property
+    def by_deepspeed(self) -> bool:
+        """Whether DeepSpeed shares the work: one rank needs nobody to."""
+        return self.ranks > 1 and self.backend.startswith("zero")
+
 
 class CheckpointSection(Section):
     """What a resumed run goes on from. Steps taken after it are taken again, on the archived groups."""
@@ -566,6 +571,10 @@ class RunConfig(Section):
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection, description="The held-out set.")
     metrics: MetricsSection = Field(default_factory=MetricsSection, description="Prometheus metrics.")
 
+    def replacing(self, section: str, **values: Any) -> Self:
+        """The configuration with other values in one section, which are known to be sound: they are not checked."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     @model_validator(mode="after")
     def room_for_a_step(self) -> Self:
         capacity, needed = self.buffer.capacity_groups, self.admission.groups_per_step
@@ -648,7 +657,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def checkpoints_that_can_be_made(self) -> Self:
         learner, every = self.learner, self.checkpoint.every
-        if learner.ranks > 1 and learner.backend.startswith("zero") and every:
+        if learner.by_deepspeed and every:
             raise ValueError(
                 f"checkpoint.every={every} with learner.backend={learner.backend} over several ranks: its state cannot "
                 "be saved for another number of ranks; set checkpoint.every=0 or learner.backend=fsdp2"
@@ -658,7 +667,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def adapters_that_can_be_trained(self) -> Self:
         learner = self.learner
-        if learner.lora is not None and learner.ranks > 1 and learner.backend.startswith("zero"):
+        if learner.lora is not None and learner.by_deepspeed:
             raise ValueError(
                 f"learner.lora with learner.backend={learner.backend}: frozen weights are spread by fsdp2 alone; set "
                 "learner.backend=fsdp2 or ddp"
@@ -673,7 +682,7 @@ class RunConfig(Section):
                 f"objective.kl.reference_every={every} with learner.lora, whose reference is the model, which stays as "
                 "it is: leave one of them out"
             )
-        if every and learner.ranks > 1 and learner.backend.startswith("zero"):
+        if every and learner.by_deepspeed:
             raise ValueError(
                 f"objective.kl.reference_every={every} with learner.backend={learner.backend}, whose weights are "
                 "spread otherwise than the reference: set learner.backend=fsdp2 or ddp"

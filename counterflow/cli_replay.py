@@ -104,8 +104,7 @@ def _trainer(folder: Path, own: RunConfig, config: RunConfig, checkpoint: int) -
         raise ConfigError(f"model.path {own.model.path} holds another model than the run began with: restore that one")
     check_objective(config)
     disable_progress_bar()
-    alone = config.model_copy(update={"learner": config.learner.model_copy(update={"ranks": 1})})
-    trainer = Trainer(alone)
+    trainer = Trainer(config.replacing("learner", ranks=1))
     if version := chosen_version(folder / "checkpoints", checkpoint):
         path = checkpoint_path(folder / "checkpoints", version)
         manifest = read_manifest(path, origin, own)

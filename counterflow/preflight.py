@@ -6,7 +6,6 @@ A `RunConfig` flows in; warnings and the run's `Origin` flow out, or one clear e
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import secrets
 import shutil
@@ -46,7 +45,7 @@ def resolve(config: RunConfig) -> RunConfig:
     longest = _longest_context(_read_model_config(config.model))
     if "context_length" in config.model.model_fields_set or not longest or config.model.context_length <= longest:
         return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"context_length": longest})})
+    return config.replacing("model", context_length=longest)
 
 
 def check(config: RunConfig, run_id: str | None = None) -> tuple[Origin, TaskSet, list[str]]:
@@ -159,7 +158,7 @@ def _naming_run_folder(config: RunConfig) -> Iterator[None]:
 
 
 def _check_engine(config: RunConfig) -> None:
-    if config.actors.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+    if config.actors.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError(
             "actors.engine is vllm, which is not installed here: pip install 'counterflow[cpu]' or 'counterflow[gpu]', "
             "or set actors.engine=transformers, which is slow"

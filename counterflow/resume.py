@@ -55,8 +55,7 @@ def resumed_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
             f"{folder}: the run is complete, with {ledger.policy_version} steps: raise run.steps to go on"
         )
     folder = folder.resolve()
-    where = {"folder": folder.parent, "name": folder.name, "overwrite": False}
-    return after.model_copy(update={"run": after.run.model_copy(update=where)})
+    return after.replacing("run", folder=folder.parent, name=folder.name, overwrite=False)
 
 
 def resumption(folder: Path, checkpoint: int | None, lose_branch: bool) -> Resumption:

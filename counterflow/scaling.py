@@ -78,9 +78,7 @@ def ask(folder: Path, actors: int, timeout_s: float) -> FleetStanding:
 def as_it_was(config: RunConfig, folder: Path) -> RunConfig:
     """The configuration with as many actors as the fleet last was to have."""
     standing = read_json(folder / _STANDING, FleetStanding)
-    if standing is None:
-        return config
-    return config.model_copy(update={"actors": config.actors.model_copy(update={"count": standing.wanted})})
+    return config if standing is None else config.replacing("actors", count=standing.wanted)
 
 
 def forget(folder: Path) -> None:

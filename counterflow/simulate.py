@@ -17,7 +17,7 @@ from functools import partial
 from counterflow.buffer.admission import open_groups, place
 from counterflow.buffer.reading import next_freshest, next_in_admission_order, next_ready, stale
 from counterflow.buffer.standing import Row
-from counterflow.buffer.trajectory import Passage, VersionSpan
+from counterflow.buffer.trajectory import Passage, VersionSpan, spans
 from counterflow.errors import RunFailed
 from counterflow.learner.staleness import Order, Rule, Shares, shares
 from counterflow.weight_sync.lag import TokenLags, group_lags
@@ -187,10 +187,10 @@ class _Simulation:
             self._outcome.counts["duplicate"] += 1
             return
         del self._leases[n]
-        spans = _spans(actor.served, start, self._now)
+        sampled = _spans(actor.served, start, self._now)
         entry_id = f"{next(self._order)}-0".encode()
-        row = Row(entry_id, spans[0].version, spans[-1].version, self._version, _TOKENS)
-        self._buffer[n] = _Arrived(row, spans)
+        row = Row(entry_id, sampled[0].version, sampled[-1].version, self._version, _TOKENS)
+        self._buffer[n] = _Arrived(row, sampled)
 
     def _crash(self, index: int) -> None:
         self._actors[index] = _Actor(self._version, [(self._now, self._version)])
@@ -242,8 +242,4 @@ def _spans(served: Sequence[tuple[float, int]], start: float, end: float) -> tup
     """The versions that sampled the tokens of a group that lasted from `start` to `end`."""
     times = [start + (end - start) * i / _TOKENS for i in range(_TOKENS)]
     versions = [max((version for since, version in served if since <= time), default=served[0][1]) for time in times]
-    spans = []
-    for version, run in itertools.groupby(range(_TOKENS), key=lambda i: versions[i]):
-        places = list(run)
-        spans.append(VersionSpan(version, places[0], places[-1] + 1))
-    return tuple(spans)
+    return spans(versions)

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError
 from counterflow.learner.batch import Microbatch
-from counterflow.learner.logprobs import Projection, TokenStatistics, token_logprobs, token_statistics
+from counterflow.learner.logprobs import Projection, token_logprobs, token_statistics
 from counterflow.learner.lora import adapter_off
 from counterflow.learner.packing import Packing
 
@@ -192,11 +192,3 @@ class Policy:
             last: Projection = self.frozen.states(batch)  # type: ignore[operator]
         scores: Scores = self.frozen.score(last, batch, self.temperature)  # type: ignore[operator]
         return last, scores.logprobs
-
-    def statistics(self, batch: Microbatch) -> tuple[TokenStatistics, Tensor]:
-        """Log-probs, entropies and full-vocabulary KL from the reference, with gradient; and the reference's log-probs.
-
-        All float32 [tokens]; one forward of each model.
-        """
-        frozen, reference = self.frozen_projection(batch)
-        return TokenStatistics(*self.scorer(batch, self.temperature, frozen)), reference

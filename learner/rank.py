@@ -133,10 +133,6 @@ class Rank:
             if "cuda" in random and self._device.type == "cuda":
                 torch.cuda.set_rng_state(random["cuda"], self._device)
 
-    def give_state(self) -> None:
-        """Take part in `state` on another rank."""
-        self.backend.state()
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The whole weights, gathered one after the other."""
         return self.backend.gather_bucket()

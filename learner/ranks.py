@@ -6,11 +6,10 @@ read under a deadline. One rank alone needs no Ray and no process group.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,17 +24,14 @@ from counterflow.learner.rank import Part, Rank
 from counterflow.processes import pin
 from counterflow.weight_sync.canary import Gap
 
-Found = TypeVar("Found")
-
 _BLAME_S = 5.0
 
 
-def join(config: RunConfig, rank: int, host: str, port: int = 0) -> TCPStore:
-    """Join the default process group of the learner's ranks; rank 0 opens it, on a free port, with `open_store`."""
+def join(config: RunConfig, rank: int, host: str, port: int) -> None:
+    """Join the default process group of the learner's ranks, which rank 0 opens with `open_store`."""
     timeout = timedelta(seconds=config.run.step_timeout_s)
     store = TCPStore(host, port, is_master=False, timeout=timeout)
     enter(config, rank, store)
-    return store
 
 
 def open_store(config: RunConfig, host: str) -> TCPStore:
@@ -87,19 +83,21 @@ class Ranks:
 
     Args:
         followers: handles of Ray actors of `Follower`, from rank 1 on.
-        host: address of this process that they can reach.
     """
 
-    def __init__(self, config: RunConfig, followers: Sequence[Any], host: str = "127.0.0.1") -> None:
+    def __init__(self, config: RunConfig, followers: Sequence[Any]) -> None:
         self._config, self._followers = config, list(followers)
         if len(self._followers) != config.learner.ranks - 1:
             raise ValueError(f"{len(self._followers)} followers for learner.ranks={config.learner.ranks}")
         if not self._followers:
             self.own = Rank(config)
             return
+        import ray
+
         # Whoever cannot even be placed, or imported, is heard of here, not by a wait in a collective.
         self._what, self._asked = "to start", [follower.ready.remote() for follower in self._followers]
         self._answers(config.run.start_timeout_s)
+        host = str(ray.util.get_node_ip_address())
         store = open_store(config, host)
         self._asked = [follower.start.remote(host, store.port) for follower in self._followers]
         self._what = "to load the model"
@@ -130,8 +128,7 @@ class Ranks:
 
     def state(self) -> dict[str, Any]:
         """See `Rank.state`."""
-        self._ask("give_state", [()] * len(self._followers))
-        state: dict[str, Any] = self._meet(self.own.state, self._config.run.step_timeout_s)[0]
+        state: dict[str, Any] = self._call("state", [()] * (1 + len(self._followers)))[0]
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -207,10 +204,3 @@ class Ranks:
                 reason = str(told).strip().rpartition("\n")[2].strip()
                 return LearnerDied(f"learner rank {rank} of {1 + len(self._asked)} died, asked {self._what}: {reason}")
         return RunFailed("; ".join(failed) or f"learner rank 0 failed, asked {self._what}: {first_line(error)}")
-
-
-def own_host() -> str:
-    """The address of this process's host that Ray knows; loopback without Ray."""
-    import ray
-
-    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else socket.gethostbyname("localhost")

@@ -30,7 +30,7 @@ from counterflow.learner.objective_choice import needs_reference, next_beta, obj
 from counterflow.learner.packing import scored
 from counterflow.learner.plan import plan
 from counterflow.learner.policy import Policy, load_model
-from counterflow.learner.ranks import Ranks, own_host
+from counterflow.learner.ranks import Ranks
 from counterflow.learner.schedule import learning_rate
 from counterflow.learner.staleness import Shares
 from counterflow.learner.step_record import UpdateResult, step_record
@@ -64,7 +64,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, followers: Sequence[Any] = ()) -> None:
         self._config = config
-        self._ranks = Ranks(config, followers, own_host() if followers else "127.0.0.1")
+        self._ranks = Ranks(config, followers)
         self._spec = objective_spec(config)
         self._length_constant = config.objective.length_constant or config.sampling.max_tokens
         self._rule = rule_of(config)

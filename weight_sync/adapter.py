@@ -118,7 +118,7 @@ class Merger:
         """Take tensors of the adapter. What they are views of may be filled again."""
         self._arrived.update((name, tensor.clone()) for name, tensor in tensors)
 
-    def load(self, load: Callable[[Iterable[NamedTensor]], None]) -> None:
+    def load(self, load: Callable[[Iterator[NamedTensor]], None]) -> None:
         """Have `load` take every tensor of the merged model."""
         adapter, handed = self._adapter, []
 

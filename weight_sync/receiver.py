@@ -6,7 +6,6 @@ vLLM finds `register` through the `vllm.general_plugins` entry point, in every p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +17,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from counterflow.weight_sync.adapter import Merger
 from counterflow.weight_sync.fingerprint import fingerprint
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.loaded import LoadedWeights
-from counterflow.weight_sync.sources import Source, open_source
+from counterflow.weight_sync.sources import Intake
 
 BACKEND = "counterflow"
 WORKER_EXTENSION = f"{__name__}.DeliveryProof"
@@ -54,11 +52,7 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         """Learn what will be sent. A source that was open is closed."""
         self.shutdown()
         self._layout = Layout.from_dict(init_info.layout)
-        adapter = self._layout.adapter
-        self._merger = None if adapter is None else Merger(adapter, str(self.device))
-        self._name = f"{init_info.actor}/{self.parallel_config.rank}"
-        self._transport: str | None = None
-        self._source: Source | None = None
+        self._intake = Intake(f"{init_info.actor}/{self.parallel_config.rank}", self._layout, str(self.device))
         self._update: LoadedWeights
         self._unfinished = False
         # Compiles what an engine would else wait for, paused, at its first update.
@@ -78,11 +72,11 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
 
     def receive_weights(self, update_info: ReceiverUpdate) -> None:
         """Load every tensor of the version."""
-        source = self._open(update_info.way["transport"])
-        arrive = self._load if self._merger is None else self._merger.arrive
-        source.receive(update_info.way, update_info.version, arrive)
-        if self._merger is not None:
-            self._merger.load(self._load)
+        self._intake.receive(
+            update_info.way,
+            update_info.version,
+            lambda tensors: self._update.record(self.model.load_weights(tensors)),
+        )
 
     def finish_weight_update(self) -> None:
         """Complete the reload."""
@@ -94,29 +88,14 @@ class VersionReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         self._update.process_tied()
 
     def fingerprints(self) -> dict[str, list[int]]:
-        """Fingerprints of what this rank's model holds since the last update, by tensor group, as plain data.
-
-        Where an adapter arrived they are of that, once the model is seen to hold what was merged.
-        """
-        held = self._update.fingerprints()
-        if self._merger is not None:
-            held = self._merger.vouch(held, whole=self.parallel_config.world_size == 1)
-        return {group: [found.words, found.squares] for group, found in held.items()}
+        """Fingerprints of what this rank was sent and its model holds, by tensor group, as plain data."""
+        received = self._intake.received(self._update.fingerprints(), whole=self.parallel_config.world_size == 1)
+        return {group: [found.words, found.squares] for group, found in received.items()}
 
     def shutdown(self) -> None:
         """Let go of the source, if there is one."""
-        if (source := getattr(self, "_source", None)) is not None:
-            source.close()
-
-    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._update.record(self.model.load_weights(tensors))
-
-    def _open(self, transport: str) -> Source:
-        if self._source is None or transport != self._transport:
-            self.shutdown()
-            self._source = open_source(transport, self._name, self._layout, str(self.device))
-            self._transport = transport
-        return self._source
+        if (intake := getattr(self, "_intake", None)) is not None:
+            intake.close()
 
 
 class DeliveryProof:

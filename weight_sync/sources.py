@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from counterflow.errors import WeightSyncError
+from counterflow.weight_sync.adapter import Merger
 from counterflow.weight_sync.collective_receiver import Load, Receiver
+from counterflow.weight_sync.fingerprint import Fingerprints
 from counterflow.weight_sync.group import Invitation
 from counterflow.weight_sync.layout import Layout
 from counterflow.weight_sync.slots import map_slot
@@ -92,6 +94,53 @@ class DiskSource:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class Intake:
+    """One rank's end of every transport: whichever way a version comes, its whole weights reach the engine.
+
+    Args:
+        receiver: the rank's name.
+        device: the rank's own, as `cuda:0`.
+
+    Raises:
+        WeightSyncError: an adapter is to come, and the base of it here is another than the learner's.
+    """
+
+    def __init__(self, receiver: str, layout: Layout, device: str) -> None:
+        self._receiver, self._layout, self._device = receiver, layout, device
+        self._merger = None if layout.adapter is None else Merger(layout.adapter, device)
+        self._source: tuple[str, Source] | None = None
+
+    def receive(self, way: dict[str, Any], version: int, load: Load) -> None:
+        """Have `load` take every tensor of the engine's model, an adapter merged. Raises what `Source.receive` does."""
+        source = self._open(way["transport"])
+        if self._merger is None:
+            source.receive(way, version, load)
+        else:
+            source.receive(way, version, self._merger.arrive)
+            self._merger.load(load)
+
+    def received(self, held: Fingerprints, *, whole: bool) -> Fingerprints:
+        """Fingerprints of what arrived. Of an adapter they are once the model is seen to hold what was merged.
+
+        Args:
+            held: what the engine holds.
+            whole: whether that is all of every tensor.
+        """
+        return held if self._merger is None else self._merger.vouch(held, whole=whole)
+
+    def close(self) -> None:
+        """Let go of the source, if there is one."""
+        if self._source is not None:
+            self._source[1].close()
+            self._source = None
+
+    def _open(self, transport: str) -> Source:
+        if self._source is None or self._source[0] != transport:
+            self.close()
+            self._source = transport, open_source(transport, self._receiver, self._layout, self._device)
+        return self._source[1]
 
 
 def open_source(transport: str, receiver: str, layout: Layout, device: str) -> Source:

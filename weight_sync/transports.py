@@ -49,7 +49,7 @@ def settle(config: RunConfig, one_host: bool, learner_host: str) -> RunConfig:
     if transport == "disk" and not one_host and sync.folder is None:
         raise ConfigError("weight_sync.folder is missing: a folder that all hosts see, for weight_sync.transport disk")
     host = sync.host or ("127.0.0.1" if one_host else learner_host)
-    return config.model_copy(update={"weight_sync": sync.model_copy(update={"transport": transport, "host": host})})
+    return config.replacing("weight_sync", transport=transport, host=host)
 
 
 def open_publisher(config: RunConfig, layout: Layout, folder: Path) -> Publisher:

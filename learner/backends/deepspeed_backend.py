@@ -90,11 +90,10 @@ class DeepSpeedBackend:
 
     def gather_bucket(self) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
-        names = dict(self.policy.model.named_parameters())
         if self._stage < 3:
             yield from named_weights(self.policy.model)
             return
-        for name, parameter in names.items():
+        for name, parameter in self.policy.model.named_parameters():
             with self._deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.detach().clone()
 

@@ -134,19 +134,24 @@ def exactly(completions: Sequence[Completion]) -> list[tuple[list[int], bytes, s
     return [(c.token_ids.tolist(), c.logprobs.tobytes(), c.finish_reason) for c in completions]
 
 
-def test_logprobs_are_not_those_of_the_distribution_sampled_from(model: Path) -> None:
-    count, temperature, top_k, top_p = 4000, 0.6, 12, 0.8
-    sampling = {"max_tokens": 1, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    config = settings(model, count, sampling)
+def sampled(config: RunConfig, seed: int) -> list[Completion]:
+    """What an engine of its own answers to one prompt."""
 
     async def main() -> list[Completion]:
         engine = await TransformersEngine.start(config)
         try:
-            return await engine.sample(SHORT, seed=0)
+            return await engine.sample(SHORT, seed=seed)
         finally:
             engine.shutdown()
 
-    completions = asyncio.run(main())
+    return asyncio.run(main())
+
+
+def test_logprobs_are_not_those_of_the_distribution_sampled_from(model: Path) -> None:
+    count, temperature, top_k, top_p = 4000, 0.6, 12, 0.8
+    sampling = {"max_tokens": 1, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    config = settings(model, count, sampling)
+    completions = sampled(config, seed=0)
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([SHORT])).logits[0, -1]
     kept = torch.softmax(logits / temperature, -1).sort(descending=True)
@@ -234,15 +239,7 @@ def test_weights_of_another_shape_are_broadcast_into_the_model(model: Path) -> N
 
 def ratios(config: RunConfig, learners: Any) -> np.ndarray[Any, Any]:
     """What a learner's model gives each sampled token, at the sampling temperature, over what the engine gave it."""
-
-    async def main() -> list[Completion]:
-        engine = await TransformersEngine.start(config)
-        try:
-            return await engine.sample(SHORT, seed=1)
-        finally:
-            engine.shutdown()
-
-    completions = asyncio.run(main())
+    completions = sampled(config, seed=1)
     found = []
     with torch.no_grad():
         for ids in (torch.tensor([[*SHORT, *c.token_ids.tolist()]]) for c in completions):

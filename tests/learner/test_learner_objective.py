@@ -94,12 +94,18 @@ def models(tiny_model):
     return model.eval(), reference.eval()
 
 
+def statistics(policy, batch):
+    """Scores with the divergences of whole vocabularies, and the reference's log-probs, as a rank has them."""
+    frozen, reference = policy.frozen_projection(batch)
+    return policy.scorer(batch, policy.temperature, frozen), reference
+
+
 def gradient(models, dtype, spec, groups, tokens):
     """The gradient in all weights, of microbatches of at most `tokens` padded tokens: float64 [weights]."""
     model, reference = (copy.deepcopy(m).to(dtype) for m in models)
     policy = Policy(model, reference, 0.9, dtype, CPU)
     for batch in microbatches(groups, tokens, pad_token_id=0):
-        divergences = policy.statistics(batch)[0].divergences if spec.needs_divergence else None
+        divergences = statistics(policy, batch)[0].divergences if spec.needs_divergence else None
         logprobs, _ = policy.logprobs(batch)
         loss = policy_loss(
             PolicyBatch(
@@ -370,7 +376,7 @@ def test_existing_keys_keep_their_meaning():
 def test_full_vocabulary_statistics_agree_with_the_sampled_ones(models):
     policy = Policy(*models, 0.9, torch.float64, CPU)
     (batch,) = microbatches(make_groups(), 10_000, pad_token_id=0)
-    found, reference = policy.statistics(batch)
+    found, reference = statistics(policy, batch)
     logprobs, entropies = policy.logprobs(batch)
     torch.testing.assert_close(found.logprobs, logprobs)
     torch.testing.assert_close(found.entropies, entropies)

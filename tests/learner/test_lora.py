@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 from rank_processes import in_processes
 from test_checkpoint import ORIGIN, entries, load, write
+from test_learner_objective import statistics
 from test_ranks import steps
 from transformers import AutoModelForCausalLM
 
@@ -78,10 +79,10 @@ def test_base_is_trained_or_the_reference_follows_the_adapter(tiny_model: Path) 
 def test_whole_vocabulary_divergence_is_of_the_adapter_from_the_base(tiny_model: Path) -> None:
     trainer = trained(configured(tiny_model))
     batch = collate([entries(0)[0].group], 0, trainer._ranks.own.packing)
-    statistics, reference = trainer.policy.statistics(batch)
+    found, reference = statistics(trainer.policy, batch)
     assert torch.equal(reference, trainer.policy.reference_logprobs(batch))
-    assert statistics.divergences is not None and (statistics.divergences > 1e-5).all()
-    statistics.divergences.sum().backward()
+    assert found.divergences is not None and (found.divergences > 1e-5).all()
+    found.divergences.sum().backward()
     assert any(p.grad is not None and p.grad.norm() > 0 for p in trainer.policy.model.parameters())
 
 
