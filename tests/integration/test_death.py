@@ -50,7 +50,7 @@ def test_death_of_a_process_hangs_the_run(
 @pytest.mark.parametrize(
     ("victim", "transport"),
     [
-        ("RolloutActor", "shared_memory"),
+        pytest.param("RolloutActor", "shared_memory", marks=pytest.mark.slow),
         pytest.param("VLLM::EngineCore", "shared_memory", marks=pytest.mark.slow),
         pytest.param("RolloutActor", "gloo", marks=pytest.mark.slow),
         pytest.param("VLLM::EngineCore", "gloo", marks=pytest.mark.slow),

@@ -82,6 +82,7 @@ def test_actors_that_come_and_go_take_groups_with_them(
     assert shared_memory() == set()
 
 
+@pytest.mark.slow
 def test_hanging_engine_hangs_the_run(start: Start, tiny_model: Path, tmp_path: Path) -> None:
     options = ["run.steps=30", "actors.heartbeat_timeout_s=20", "weight_sync.timeout_s=30", "admission.lease_s=15"]
     run = start(tmp_path, slowed(tmp_path, tiny_model), *options, "evaluation.every=0")
@@ -114,7 +115,7 @@ def two_nodes() -> Iterator[object]:
     cluster.shutdown()
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize("comes_back", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_lost_node_is_waited_for_without_end(
     comes_back: bool, start: Start, tiny_model: Path, tmp_path: Path, two_nodes: object
 ) -> None:

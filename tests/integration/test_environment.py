@@ -12,6 +12,7 @@ from conftest_runs import Start, shared_memory, wait_for, write_inputs
 
 from counterflow.buffer.archive import read_steps
 from counterflow.buffer.codec import from_batch
+from counterflow.learner.packing import scored
 
 ENVIRONMENT = """
 from counterflow.actors.environments import Step
@@ -35,7 +36,7 @@ class Counter:
 """
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_environment_tokens_are_trained(engine: str, start: Start, tiny_model: Path, tmp_path: Path) -> None:
     config = write_inputs(tmp_path, tiny_model, [*"7135792468135", "break", *"79", "1", "2"])
     (tmp_path / "my_environment.py").write_text(ENVIRONMENT)
@@ -55,7 +56,8 @@ def test_environment_tokens_are_trained(engine: str, start: Start, tiny_model: P
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["ledger"]["closes"] and summary["steps"] == 4
     groups = [from_batch(batch) for step in read_steps(folder / "archive") for batch in step.groups]
-    trained = [t for group in groups for t in group.trajectories]
+    # A sample of "break" may have come to its end before the environment had its turn, and be scored.
+    trained = [t for group in groups for t in scored(group)]
     answered = [t for t in trained if t.loss_mask is not None]
     assert answered
     for trajectory in answered:

@@ -64,6 +64,7 @@ def together(environments: list[dict[str, str]]) -> list[list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.slow
 def test_eight_engines_that_start_together_race_for_a_port() -> None:
     wanted = [Bundle("learner", 1, 0), *(Bundle(f"actor {i}", 1, 0) for i in range(ENGINES))]
     cluster = Cluster(None, wanted, None)

@@ -38,11 +38,17 @@ def check(run: Path, steps: int) -> None:
     assert all(torch.equal(saved[name], tensor) for name, tensor in trainer.policy.model.named_parameters())
 
 
-@pytest.mark.parametrize("max_lag", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_run_loses_or_repeats_groups(start: Start, tiny_model: Path, tmp_path: Path, max_lag: int) -> None:
+@pytest.mark.parametrize(
+    ("engine", "max_lag"),
+    [("transformers", 0), *(pytest.param("vllm", lag, marks=pytest.mark.slow) for lag in (0, 2))],
+)
+def test_killed_run_loses_or_repeats_groups(
+    start: Start, tiny_model: Path, tmp_path: Path, engine: str, max_lag: int
+) -> None:
     """First the learner, which is begun again by itself; then, while steps are taken, the whole run."""
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
-    options = ("run.steps=24", f"admission.max_lag={max_lag}", "checkpoint.every=5", "evaluation.every=0")
+    options = ["run.steps=24", f"admission.max_lag={max_lag}", "checkpoint.every=5", "evaluation.every=0"]
+    options.append(f"actors.engine={engine}")
     process = start(tmp_path, config, *options)
     wait_for(process, r"^step (?!1/)")
     learner = learner_of(process)

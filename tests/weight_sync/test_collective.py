@@ -106,10 +106,11 @@ def test_odd_tensors_arrive_changed(receivers: int, bucket_bytes: int) -> None:
     assert not dist.is_initialized()
 
 
-def test_receivers_killed_at_any_moment_of_a_transfer(sender: Sender, peers: Peers) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_receivers_killed_at_any_moment_of_a_transfer(sender: Sender, peers: Peers, kills: int) -> None:
     moments = random.Random(5)
     survivors = peers.start("actor-0", "actor-1")
-    for version in range(1, 21):
+    for version in range(1, kills + 1):
         (victim,) = peers.start(f"victim-{version}")
         group = [*survivors]
         group.insert(moments.randrange(3), victim)
