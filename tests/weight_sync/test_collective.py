@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -520,3 +521,64 @@ def test_sharded_learner_sends_its_shard_alone(tmp_path: Path) -> None:
             process.kill()
         if peer:
             peer.end()
+
+
+def _measure_rank(pipe: Connection, rank: int, rendezvous: Path) -> None:
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, ELEMENTS // 1024, bias=False) for _ in range(COUNT)))
+    for layer in model:
+        fully_shard(layer)
+    layout = lay_out(named_weights(model), torch.float32)
+    if rank == 0:
+        sender = Sender(layout, bucket_bytes=MEMORY_BUCKET, timeout_s=20)
+        pipe.send(layout)
+    # The first time, code is loaded.
+    for version in (1, 2):
+        invitation = sender.invite(["actor-0"]) if rank == 0 else None
+        before = reset_peak()
+        dist.barrier()
+        if rank == 0:
+            pipe.send(invitation)
+            sender.connect()
+            sender.send(version, gathered(named_weights(model)))
+        else:
+            deque(gathered(named_weights(model)), maxlen=0)
+    pipe.send(memory_bytes("VmHWM") - before)
+    pipe.poll(ANSWER_S)
+
+
+def test_rank_with_a_shard_holds_the_whole_model(tmp_path: Path) -> None:
+    pipes = [PROCESSES.Pipe() for _ in range(2)]
+    ranks = [
+        PROCESSES.Process(target=_measure_rank, args=(pipes[rank][1], rank, tmp_path / "rendezvous"), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    peer: Peer | None = None
+    try:
+        assert pipes[0][0].poll(ANSWER_S)
+        peer = Peer("actor-0", pipes[0][0].recv())
+        for version in (1, 2):
+            assert pipes[0][0].poll(ANSWER_S)
+            peer.ask("peak_bytes", pipes[0][0].recv(), version)
+            received = peer.answer()
+        peaks = []
+        for ours, _ in pipes:
+            assert ours.poll(ANSWER_S)
+            peaks.append(ours.recv())
+            ours.send("end")
+    finally:
+        for process in ranks:
+            process.kill()
+        if peer:
+            peer.end()
+    gathering = 2 * 4 * ELEMENTS  # A tensor, and what gloo gathers it from.
+    sent, helped = peaks[0] - gathering, peaks[1] - gathering
+    print(f"sender {sent / 2**20:.1f} MiB, other rank {helped / 2**20:.1f} MiB, receiver {received / 2**20:.1f} MiB")
+    slack = 5 << 20  # Threads and sockets.
+    assert sent < 2 * MEMORY_BUCKET + slack
+    assert helped < slack
+    assert received < 2 * MEMORY_BUCKET + slack
