@@ -655,16 +655,6 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def checkpoints_that_can_be_made(self) -> Self:
-        learner, every = self.learner, self.checkpoint.every
-        if learner.by_deepspeed and every:
-            raise ValueError(
-                f"checkpoint.every={every} with learner.backend={learner.backend} over several ranks: its state cannot "
-                "be saved for another number of ranks; set checkpoint.every=0 or learner.backend=fsdp2"
-            )
-        return self
-
-    @model_validator(mode="after")
     def adapters_that_can_be_trained(self) -> Self:
         learner = self.learner
         if learner.lora is not None and learner.by_deepspeed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from counterflow.learner.batch import Microbatch
 from counterflow.learner.logprobs import Projection
 from counterflow.learner.policy import Policy, Scores
 from counterflow.weight_sync.layout import named_weights
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class DeepSpeedBackend:
@@ -106,13 +109,77 @@ class DeepSpeedBackend:
         raise ConfigError("objective.kl.reference_every must be 0 with DeepSpeed, which spreads the policy alone")
 
     def state(self) -> dict[str, Any]:
-        """See `Backend`.
-
-        Raises:
-            ConfigError: always. A configuration that asks for it is refused.
-        """
-        raise ConfigError("checkpoint.every must be 0 with DeepSpeed, whose state is of its number of ranks alone")
+        """See `Backend`."""
+        found: dict[str, Any] = {"model": {}, "optimizer": {}}
+        for name, parameter in self.policy.model.state_dict(keep_vars=True).items():
+            with self._whole(parameter):
+                self._note(found["model"], name, parameter)
+        if (flat := next(iter(self.optimizer.state), None)) is not None:
+            for name, parameter in self.policy.model.named_parameters():
+                moments = found["optimizer"].setdefault(name, {}) if self._first else {}
+                self._note(moments, "step", self.optimizer.state[flat]["step"])
+                for key in _MOMENTS:
+                    self._note(moments, key, self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key))
+        return found
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `state`."""
-        self.state()
+        """See `Backend`."""
+        weights, optimizer = state.get("model", {}), state.get("optimizer", {})
+        steps = next((float(moments["step"]) for moments in optimizer.values()), 0.0)
+        taken = torch.tensor(steps, device=self.policy.device)
+        dist.broadcast(taken, 0)
+        if taken:
+            self._make_moments(taken)
+        for name, parameter in self.policy.model.named_parameters():
+            told = self._told(weights.get(name), parameter)
+            with self._whole(parameter), torch.no_grad():
+                parameter.copy_(told)
+            self._set(parameter, told)
+            for key in _MOMENTS if taken else ():
+                self._set(parameter, self._told(optimizer.get(name, {}).get(key), parameter), key)
+
+    @property
+    def _first(self) -> bool:
+        return dist.get_rank() == 0
+
+    def _whole(self, parameter: Tensor) -> AbstractContextManager[None]:
+        """While it is open the parameter is whole on this rank; what is done to it on rank 0 is done on all."""
+        if self._stage < 3:
+            return nullcontext()
+        gathered: AbstractContextManager[None] = self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+        return gathered
+
+    def _note(self, found: dict[str, Any], name: str, tensor: Tensor) -> None:
+        if self._first:
+            found[name] = tensor.detach().cpu().clone()
+
+    def _told(self, tensor: Tensor | None, parameter: Tensor) -> Tensor:
+        """What rank 0 has, of the shape of a whole parameter."""
+        told = torch.empty(getattr(parameter, "ds_shape", parameter.shape), device=parameter.device)
+        if tensor is not None:
+            told.copy_(tensor)
+        dist.broadcast(told, 0)
+        return told
+
+    def _make_moments(self, taken: Tensor) -> None:
+        """The optimizer's state after so many steps, its moments zero: DeepSpeed has none before the first."""
+        zero = self._engine.optimizer
+        for flat in zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups:
+            moments = {key: torch.zeros_like(flat) for key in _MOMENTS}
+            self.optimizer.state[flat] = {"step": taken.to(flat.device, copy=True), **moments}
+        if self._stage < 3:
+            # As in its first step: parameters learn where their moments lie.
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _set(self, parameter: Tensor, whole: Tensor, key: str | None = None) -> None:
+        """Give this rank its part of a parameter's master weights, or of a moment."""
+        extent, part = "full", whole
+        if self._stage == 3:
+            # Its own call for whole tensors knows nothing of the padding of the last rank's part.
+            size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+            padded = torch.nn.functional.pad(whole.flatten(), (0, size * self._ranks - whole.numel()))
+            extent, part = "local", padded[dist.get_rank() * size :][:size]
+        if key is None:
+            getattr(self._deepspeed.utils, f"safe_set_{extent}_fp32_param")(parameter, part)
+        else:
+            getattr(self._deepspeed.utils, f"safe_set_{extent}_optimizer_state")(parameter, part, key)

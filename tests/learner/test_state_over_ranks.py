@@ -1,4 +1,4 @@
-"""What ranks save of themselves: whole on rank 0, and gone on from by any number of them, on any backend of torch."""
+"""What ranks save of themselves: whole on rank 0, and gone on from by any number of them, on any backend."""
 
 from __future__ import annotations
 
@@ -39,16 +39,32 @@ def train(config: RunConfig, *args: Any) -> torch.Tensor:
     return torch.from_numpy(in_processes(config, go_on, config, *args))
 
 
-WAYS = {"alone": {}, "ddp": {"ranks": 2, "backend": "ddp"}, "fsdp2": {"ranks": 2}, "fsdp2 by three": {"ranks": 3}}
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "ddp": {"ranks": 2, "backend": "ddp"},
+    "fsdp2": {"ranks": 2},
+    "fsdp2 by three": {"ranks": 3},
+    "zero1": {"ranks": 2, "backend": "zero1"},
+    "zero2": {"ranks": 2, "backend": "zero2"},
+    "zero3": {"ranks": 2, "backend": "zero3"},
+    "zero3 by three": {"ranks": 3, "backend": "zero3"},
+}
+TORCH = [
+    ("fsdp2", "fsdp2 by three"),
+    ("fsdp2 by three", "alone"),
+    ("alone", "fsdp2"),
+    ("ddp", "fsdp2"),
+    ("fsdp2", "ddp"),
+]
+ZERO = [("zero1", "alone"), ("alone", "zero2"), ("zero2", "zero1"), ("fsdp2", "zero3 by three"), ("zero3", "fsdp2")]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("fsdp2", "fsdp2 by three"), ("fsdp2 by three", "alone"), ("alone", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")],
-)
+@pytest.mark.parametrize(("before", "after"), [*TORCH, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ZERO)])
 def test_another_number_of_ranks_goes_on_where_some_stopped(
     tiny_model: Path, tmp_path: Path, before: str, after: str
 ) -> None:
+    if "zero" in before + after:
+        pytest.importorskip("deepspeed")
     first, second = (configured(tiny_model, "default", 1, **WAYS[way]) for way in (before, after))
     start = weights_of(Rank(first.model_copy(update={"learner": second.learner.model_copy(update={"ranks": 1})})))
     halfway = train(first, 0, 2, None, tmp_path / "state")
