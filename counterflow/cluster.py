@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import random
+import re
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ _OBJECT_STORE_BYTES = 128 << 20
 _PORTS = range(20_000, 31_000)
 """Below those that systems give out unasked."""
 _PORTS_EACH = 8
+# Ray's words where its monitor of memory has killed a worker.
+_FULL_MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)GB used / ([\d.]+)GB limit")
 
 
 @dataclass(frozen=True)
@@ -240,7 +243,7 @@ async def call(answer: Awaitable[Any], reason: str, timeout_s: float) -> Any:
             raise cause from error
         raise RunFailed(f"while waiting for {reason}: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.RayError as error:
-        raise ProcessDied(f"while waiting for {reason}: its process died ({_last_line(error)})") from error
+        raise ProcessDied(f"while waiting for {reason}: its process died ({_why(error)})") from error
     except TimeoutError as error:
         raise DeadlineExceeded("the supervisor", reason, timeout_s) from error
 
@@ -257,7 +260,14 @@ def as_failure(group: BaseExceptionGroup[Any]) -> CounterflowError:
     return failure
 
 
-def _last_line(error: BaseException) -> str:
+def _why(error: BaseException) -> str:
+    """What a Ray error says of its cause: the last line, where it is no advice on Ray's settings."""
+    if memory := _FULL_MEMORY.search(str(error)):
+        used, limit = memory.groups()
+        return (
+            f"Ray killed it, since its node's memory was full, by this run or by others: {used} of {limit} GB; give "
+            "this run more room, or fewer actors or ranks"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
