@@ -406,6 +406,11 @@ class LearnerSection(Section):
         "gradients and optimizer. `zero1`, `zero2`, `zero3`: DeepSpeed spreads the optimizer, gradients too, weights "
         "too.",
     )
+    offload: Literal["nothing", "optimizer", "weights"] = Field(
+        "nothing",
+        description="What DeepSpeed keeps in the memory of the host, not the GPU: the `optimizer`, whose step is then "
+        "the CPU's, or, with zero3, the `weights` as well. Smaller on the GPU, and slower.",
+    )
     cpus: int = Field(1, ge=1, description="CPU cores of each rank.")
     gpus: int = Field(0, ge=0, le=1, description="GPUs of each rank.")
     dtype: Literal["float32", "bfloat16"] = Field(
@@ -651,6 +656,18 @@ class RunConfig(Section):
             raise ValueError(
                 f"learner.warmup_steps={learner.warmup_steps} leaves learner.schedule={learner.schedule} no step to "
                 f"fall in, which ends at step {last}: warm up for fewer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def offload_that_can_be_done(self) -> Self:
+        learner = self.learner
+        able = learner.by_deepspeed and (learner.offload != "weights" or learner.backend == "zero3")
+        if learner.offload != "nothing" and not able:
+            needed = "zero3" if learner.offload == "weights" else "zero1, zero2 or zero3"
+            raise ValueError(
+                f"learner.offload={learner.offload} with learner.backend={learner.backend} on {learner.ranks} rank(s): "
+                f"it needs learner.backend={needed} on several, or set learner.offload=nothing"
             )
         return self
 

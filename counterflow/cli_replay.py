@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from counterflow.errors import ConfigError
 from counterflow.place import check_run_folder, read_config, read_place
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def replay(
     from counterflow.recorder import read_run
 
     check_run_folder(folder)
+    if model is not None:
+        _make(model)
     own = read_config(folder)
     config = load_config(folder / "config.yaml", overrides) if overrides else own
     recorded = {record.step: record for record in read_run(folder).steps}
@@ -85,13 +88,22 @@ def replay(
         raise typer.Exit(1)
 
 
+def _make(model: Path) -> None:
+    """See before the work that what comes of it can be written."""
+    try:
+        model.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--model {model} cannot be made ({(error.strerror or str(error)).lower()}): name another folder"
+        ) from error
+
+
 def _trainer(folder: Path, own: RunConfig, config: RunConfig, checkpoint: int) -> Trainer:
     """A trainer of `config` at the version of the checkpoint."""
     from transformers.utils.logging import disable_progress_bar
 
     from counterflow import preflight
     from counterflow.buffer.archive import read_steps
-    from counterflow.errors import ConfigError
     from counterflow.learner.checkpoint import checkpoint_path, chosen_version, load_checkpoint, read_manifest
     from counterflow.learner.objective_choice import check_objective
     from counterflow.learner.trainer import Trainer

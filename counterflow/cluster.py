@@ -16,6 +16,7 @@ from typing import Any
 from counterflow import processes
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import (
+    ConfigError,
     CounterflowError,
     DeadlineExceeded,
     PlacementError,
@@ -30,6 +31,7 @@ _PORTS = range(20_000, 31_000)
 _PORTS_EACH = 8
 # Ray's words where its monitor of memory has killed a worker.
 _FULL_MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)GB used / ([\d.]+)GB limit")
+_REFUSED = re.compile(r"counterflow\.errors\.ConfigError: (.*)")
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,8 @@ def connect(config: RunConfig) -> Iterator[Cluster]:
                 **(started_here if local else {}),
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UnavailableError(f"no Ray cluster at {where}: {error}") from error
+            token = "" if local else " (one that asks for a token finds it in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)"
+            raise UnavailableError(f"no Ray cluster at {where}: {error}{token}") from error
         group = _reserve(wanted, config.run.placement_timeout_s)
         yield Cluster(group, wanted, cores if local and config.run.pin_cores else None)
         ray.util.remove_placement_group(group)
@@ -229,6 +232,7 @@ async def call(answer: Awaitable[Any], reason: str, timeout_s: float) -> Any:
 
     Raises:
         DeadlineExceeded: no answer in time.
+        ConfigError: the process could not begin with this configuration.
         ProcessDied: the process died.
         RunFailed: it raised an error that is not ours.
     """
@@ -243,7 +247,11 @@ async def call(answer: Awaitable[Any], reason: str, timeout_s: float) -> Any:
             raise cause from error
         raise RunFailed(f"while waiting for {reason}: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.RayError as error:
-        raise ProcessDied(f"while waiting for {reason}: its process died ({_why(error)})") from error
+        why = _why(error)
+        # Of an actor whose construction failed Ray tells only the text.
+        if refused := _REFUSED.match(why):
+            raise ConfigError(refused[1]) from error
+        raise ProcessDied(f"while waiting for {reason}: its process died ({why})") from error
     except TimeoutError as error:
         raise DeadlineExceeded("the supervisor", reason, timeout_s) from error
 

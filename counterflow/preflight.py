@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from counterflow.actors.environments import resolve_environment
 from counterflow.actors.rewards import resolve_rewards
@@ -27,6 +28,7 @@ from counterflow.cluster import Node, bundles, check_room
 from counterflow.configs import dump
 from counterflow.configs.schema import ModelSection, RunConfig
 from counterflow.errors import ConfigError, first_line
+from counterflow.learner.lora import adapt
 from counterflow.learner.objective_choice import check_objective
 from counterflow.locks import RUN, hold, is_held
 from counterflow.models import MODELS
@@ -67,10 +69,8 @@ def check(config: RunConfig, run_id: str | None = None) -> tuple[Origin, TaskSet
         check_room(bundles(config), [Node(len(usable_cores()), _gpus())])
     _check_engine(config)
     _check_model(config.model)
-    if config.learner.lora is not None and find_spec("peft") is None:
-        raise ConfigError(
-            "learner.lora needs peft, which is not installed: pip install 'counterflow[lora]', or leave it out"
-        )
+    if config.learner.lora is not None:
+        adapt(_without_weights(config.model), config.learner.lora)
     resolve_rewards(config)
     resolve_environment(config)
     try:
@@ -184,6 +184,15 @@ def _check_model(model: ModelSection) -> None:
                 f"model.path {model.path}: its config.json has {name}={getattr(config, name)}, which the learner's "
                 "log-probs would leave out: choose a model without it"
             )
+
+
+def _without_weights(model: ModelSection) -> torch.nn.Module:
+    """The model's modules, of no memory."""
+    with torch.device("meta"):
+        empty: torch.nn.Module = AutoModelForCausalLM.from_config(
+            _read_model_config(model), trust_remote_code=model.trust_remote_code
+        )
+    return empty
 
 
 def _read_model_config(model: ModelSection) -> Any:

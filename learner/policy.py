@@ -32,6 +32,9 @@ def load_model(config: RunConfig, device: torch.device) -> torch.nn.Module:
     Raises:
         ConfigError: the folder holds no such model.
     """
+    if not config.model.path.is_dir():
+        # Or else transformers would take it for a name on a hub.
+        raise ConfigError(f"model.path {config.model.path}: there is no such folder: check the path")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model.path,

@@ -24,6 +24,11 @@ from counterflow.learner.policy import Policy, Scores
 from counterflow.weight_sync.layout import named_weights
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_OFFLOADED = {
+    "nothing": (),
+    "optimizer": ("offload_optimizer",),
+    "weights": ("offload_optimizer", "offload_param"),
+}
 
 
 class DeepSpeedBackend:
@@ -64,7 +69,10 @@ class DeepSpeedBackend:
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": 1,
                 "gradient_clipping": learner.max_grad_norm if learner.max_grad_norm < float("inf") else 0.0,
-                "zero_optimization": {"stage": stage},
+                "zero_optimization": {
+                    "stage": stage,
+                    **{part: {"device": "cpu"} for part in _OFFLOADED[learner.offload]},
+                },
                 "zero_force_ds_cpu_optimizer": False,
             },
         )

@@ -8,7 +8,7 @@ import pytest
 import ray.exceptions
 
 from counterflow.cluster import call
-from counterflow.errors import ProcessDied
+from counterflow.errors import ConfigError, ProcessDied
 
 # Of Ray 2.60, shortened.
 OUT_OF_MEMORY = """The actor died unexpectedly before finishing this task.
@@ -35,3 +35,13 @@ def test_death_is_told_with_advice_on_rays_settings(said: str, words: str) -> No
     with pytest.raises(ProcessDied, match=words) as caught:
         asyncio.run(call(dies(), "actor 0 to start its engine", 5))
     assert "\n" not in str(caught.value) and "RAY_" not in str(caught.value)
+
+
+def test_configuration_that_a_process_refuses_is_taken_for_its_death() -> None:
+    async def refuses() -> None:
+        raise ray.exceptions.RayError(
+            "The actor died.\n\x20 File x\ncounterflow.errors.ConfigError: learner.x is wrong"
+        )
+
+    with pytest.raises(ConfigError, match=r"^learner\.x is wrong$"):
+        asyncio.run(call(refuses(), "the learner", 5))

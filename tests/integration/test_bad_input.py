@@ -90,6 +90,9 @@ def test_misspelt_key_is_ignored(refused: Callable[..., str]) -> None:
         ("buffer.capacity_groups=3", ["buffer.capacity_groups", "admission.groups_per_step"]),
         ("actors.kv_cache_bytes=null", ["actors.kv_cache_bytes", "actors.gpus"]),
         ("run.steps", ["run.steps"]),
+        ("learner.lora.targets=['nope']", ["learner.lora.targets", "nope"]),
+        ("learner.lora.targets=['lm_head']", ["learner.lora.targets", "lm_head", "output layer"]),
+        ("learner.offload=optimizer", ["learner.offload=optimizer", "zero1, zero2 or zero3"]),
     ],
 )
 def test_value_that_cannot_be_is_used(refused: Callable[..., str], override: str, words: list[str]) -> None:

@@ -103,6 +103,17 @@ def test_same_groups_make_other_weights(run: tuple[Path, torch.Tensor], tmp_path
     assert "off the run's own policy" not in said
 
 
+def test_model_that_cannot_be_written_is_noticed_after_the_work(run: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--model .*/file/model cannot be made \(not a directory\)"):
+        replayed(str(run[0]), "--model", str(tmp_path / "file" / "model"))
+
+
+def test_path_that_is_none_is_taken_for_a_name_on_a_hub(run: tuple[Path, torch.Tensor]) -> None:
+    with pytest.raises(ConfigError, match="model.path /nowhere: there is no such folder"):
+        replayed(str(run[0]), "model.path=/nowhere")
+
+
 def test_replay_goes_past_its_last_step(run: tuple[Path, torch.Tensor]) -> None:
     code, said = replayed(str(run[0]), "--until", "2")
     assert code == 0 and "2 of 2 recorded steps" in said and len(said.splitlines()) == 4

@@ -47,6 +47,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero1": {"ranks": 2, "backend": "zero1"},
     "zero2": {"ranks": 2, "backend": "zero2"},
     "zero3": {"ranks": 2, "backend": "zero3"},
+    "zero2 offloaded": {"ranks": 2, "backend": "zero2", "offload": "optimizer"},
+    "zero3 offloaded": {"ranks": 2, "backend": "zero3", "offload": "weights"},
     "zero3 by three": {"ranks": 3, "backend": "zero3"},
 }
 TORCH = [
@@ -56,7 +58,15 @@ TORCH = [
     ("ddp", "fsdp2"),
     ("fsdp2", "ddp"),
 ]
-ZERO = [("zero1", "alone"), ("alone", "zero2"), ("zero2", "zero1"), ("fsdp2", "zero3 by three"), ("zero3", "fsdp2")]
+ZERO = [
+    ("zero1", "alone"),
+    ("alone", "zero2"),
+    ("zero2", "zero1"),
+    ("fsdp2", "zero3 by three"),
+    ("zero3", "fsdp2"),
+    ("zero2 offloaded", "zero3 offloaded"),
+    ("zero3 offloaded", "alone"),
+]
 
 
 @pytest.mark.parametrize(("before", "after"), [*TORCH, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ZERO)])
