@@ -5,7 +5,8 @@ also forms advantages, weights and what the diagnostics need. Beside TRL, which 
 trainer, its record included, and TRL's a whole step of `train`, its metrics included: see `common/trl_steps.py`. In
 turns, in one process, on one thread, in processor time, the fastest of each, so that neighbours do not count; memory in
 a process of its own each. TRL's rows are left out where it cannot be imported. Then: packing against padding, both
-ours; and what share of its time a learner waits whose buffer is full.
+ours; and what share of its time a learner waits whose buffer is full. Where there is a GPU: against a bare loop on it,
+in bfloat16 and wall time, with the model FLOPs utilisation of both.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -37,6 +39,9 @@ from counterflow.learner.trainer import Trainer
 
 GOAL, GOAL_OVER_TRL, MOST_WAITING = 0.93, 1.3, 0.02
 CPU = torch.device("cpu")
+PEAK_FLOPS = 989e12
+"""Of an H100 or H200, bfloat16, dense (NVIDIA's data sheet)."""
+QWEN_0_5B = Shape(151_936, 896, 24, 14, 2, 4_864)
 
 
 def uneven_groups(count: int, samples: int, longest: int, vocabulary: int) -> list[Group]:
@@ -73,15 +78,23 @@ def ours(config: RunConfig, groups: list[Group]) -> Callable[[], None]:
 
 def bare(config: RunConfig, batches: list[Microbatch]) -> Callable[[], None]:
     """What one would write by hand: logits of the response tokens, log_softmax, gather, a weighted sum."""
-    model = load_model(config, CPU)
+    device = torch.device("cuda") if config.learner.gpus else CPU
+    model = load_model(config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learner.lr, fused=True)
-    weights = [torch.randn(batch.targets.shape[0]) / 1000 for batch in batches]
+    weights = [torch.randn(batch.targets.shape[0], device=device) / 1000 for batch in batches]
+    lower = torch.autocast(device.type, torch.bfloat16, enabled=config.learner.dtype == "bfloat16")
+
+    def logits(batch: Microbatch) -> torch.Tensor:
+        positions = None if batch.position_ids is None else batch.position_ids.to(device)
+        out = model.base_model(input_ids=batch.input_ids.to(device), position_ids=positions, use_cache=False)
+        return model.lm_head(out.last_hidden_state.flatten(0, 1)[batch.predictors.to(device)])
 
     def step() -> None:
         for batch, weight in zip(batches, weights, strict=True):
-            out = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
-            logits = model.lm_head(out.last_hidden_state.flatten(0, 1)[batch.predictors])
-            logprobs = torch.log_softmax(logits, -1).gather(-1, batch.targets[:, None]).squeeze(-1)
+            with lower:
+                found = logits(batch)
+            targets = batch.targets.to(device)
+            logprobs = torch.log_softmax(found.float(), -1).gather(-1, targets[:, None]).squeeze(-1)
             (weight * logprobs).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -90,24 +103,26 @@ def bare(config: RunConfig, batches: list[Microbatch]) -> Callable[[], None]:
     return step
 
 
-def fastest(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Processor seconds of a step of each, in turns, after one that does not count."""
+def fastest(
+    steps: dict[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.process_time
+) -> dict[str, float]:
+    """Seconds of a step of each, the processor's by default, in turns, after one that does not count."""
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats + 1):
         for name, step in steps.items():
-            began = time.process_time()
+            began = clock()
             step()
-            taken[name].append(time.process_time() - began)
+            taken[name].append(clock() - began)
     return {name: min(seconds[1:]) for name, seconds in taken.items()}
 
 
-def configured(path: Path, budget: int, packing: bool = True, steps: int = 1) -> RunConfig:
+def configured(path: Path, budget: int, packing: bool = True, steps: int = 1, **learner: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"steps": steps},
             "model": {"path": str(path)},
             "admission": {"groups_per_step": 32, "max_lag": float("inf")},
-            "learner": {"microbatch_tokens": budget, "packing": packing},
+            "learner": {"microbatch_tokens": budget, "packing": packing, **learner},
             "objective": {"kl": {"beta": 0.0}},
         }
     )
@@ -203,6 +218,36 @@ def waiting(steps: int) -> Row:
     return Row("0.8 M: share waited for a full buffer", share, MOST_WAITING, MOST_WAITING / share, "lower", 1.0)
 
 
+def device_rows(shape: Shape, groups: list[Group], budget: int, repeats: int, **learner: Any) -> list[Row]:
+    """On a GPU. Not run on its author's machine, which has none; tried on its CPU, in small."""
+    name, tokens = f"{shape.hidden_size} x {shape.num_hidden_layers} on a GPU", sum(g.response_tokens for g in groups)
+    with tempfile.TemporaryDirectory() as folder:
+        config = configured(random_model(Path(folder), shape, "float32"), budget, dtype="bfloat16", **learner)
+        rank = Rank(config)
+        parts, packing = split(groups, budget, rank.packing), rank.packing
+        parameters = sum(p.numel() for p in rank.policy.model.parameters())
+        del rank
+        sides = {
+            "ours": ours(config, groups),
+            "bare": bare(config, [collate(part, 0, packing) for part in parts]),
+        }
+        seconds = fastest(sides, repeats, _device_time)
+    # Forward and backward of all tokens, prompts included (Kaplan et al. 2020, 6 N D), without attention's own.
+    read = sum(len(g.prompt_token_ids) * len(g.trajectories) + g.response_tokens for g in groups)
+    utilisation = {side: 6 * parameters * read / taken / PEAK_FLOPS for side, taken in seconds.items()}
+    rate = {side: tokens / taken for side, taken in seconds.items()}
+    return [
+        compare(f"{name}: trained tokens/s over bare torch", rate["ours"], rate["bare"], "higher", GOAL),
+        compare(f"{name}: model FLOPs utilisation of 989 TFLOP/s", *utilisation.values(), "higher", None),
+    ]
+
+
+def _device_time() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def main() -> None:
     parser = command_line(__doc__ or "")
     parser.add_argument("--repeats", type=int, default=3, help="the fastest of so many counts")
@@ -216,7 +261,11 @@ def main() -> None:
     rows = []
     for name, (shape, made, budget, times) in CASES.items():
         rows += measure(name, shape, made(), budget, times * options.repeats)
-    publish("one rank of the learner", [*rows, waiting(steps=6)], options.json)
+    rows.append(waiting(steps=6))
+    if torch.cuda.is_available():
+        groups = uneven_groups(16, 8, 1024, QWEN_0_5B.vocab_size)
+        rows += device_rows(QWEN_0_5B, groups, 32_768, 4 * options.repeats, gpus=1)
+    publish("one rank of the learner", rows, options.json)
 
 
 if __name__ == "__main__":
