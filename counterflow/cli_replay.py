@@ -54,6 +54,8 @@ def replay(
     from counterflow.recorder import read_run
 
     check_run_folder(folder)
+    if until is not None and until <= checkpoint:
+        raise ConfigError(f"--until {until} is not after --checkpoint {checkpoint}: no step is left to take")
     if model is not None:
         _make(model)
     own = read_config(folder)
@@ -86,6 +88,8 @@ def replay(
     if other and exact:
         typer.echo(f"the first that differs is step {other[0]}: other threads, another torch, or damaged data")
         raise typer.Exit(1)
+    if other:
+        typer.echo("the run had several ranks, a GPU or bfloat16: a replay, on one, adds up in another order")
 
 
 def _make(model: Path) -> None:

@@ -86,20 +86,25 @@ def check_room(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> None:
     Raises:
         PlacementError: names the first bundle that has no room.
     """
+    if (index := _without_room(wanted, nodes)) is not None:
+        cpus, gpus = sum(n.cpus for n in nodes), sum(n.gpus for n in nodes)
+        placed = ", ".join(map(str, wanted[:index])) or "nothing"
+        raise PlacementError(
+            f"no room for bundle {index}, {wanted[index]}: there are {cpus:g} CPUs and {gpus:g} GPUs on {len(nodes)} "
+            f"node(s), taken by {placed}; lower actors.count, actors.cpus, learner.ranks or learner.cpus, or add nodes"
+        )
+
+
+def _without_room(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> int | None:
     free = list(nodes)
     for index, bundle in enumerate(wanted):
         fits = [i for i, n in enumerate(free) if n.cpus >= bundle.cpus and n.gpus >= bundle.gpus]
         if not fits:
-            cpus, gpus = sum(n.cpus for n in nodes), sum(n.gpus for n in nodes)
-            placed = ", ".join(map(str, wanted[:index])) or "nothing"
-            raise PlacementError(
-                f"no room for bundle {index}, {bundle}: there are {cpus:g} CPUs and {gpus:g} GPUs on {len(nodes)} "
-                f"node(s), taken by {placed}; lower actors.count, actors.cpus, learner.ranks or learner.cpus, or add "
-                "nodes"
-            )
+            return index
         # What needs no GPU goes where there are fewest.
         fit = min(fits, key=lambda i: free[i].gpus)
         free[fit] = Node(free[fit].cpus - bundle.cpus, free[fit].gpus - bundle.gpus)
+    return None
 
 
 class Cluster:
@@ -299,7 +304,11 @@ def _place(wanted: Sequence[Bundle], timeout_s: float, resources: Mapping[str, f
         available = ray.available_resources()
         ray.util.remove_placement_group(group)
         free = Node(available.get("CPU", 0), available.get("GPU", 0))
-        check_room(wanted, [free])
+        if (index := _without_room(wanted, [free])) is not None:
+            raise PlacementError(
+                f"no room for {wanted[index]}: {free.cpus:g} CPUs and {free.gpus:g} GPUs of the cluster are free, the "
+                "rest is this run's or others'; add nodes, or ask for less"
+            )
         where = f" on {', '.join(resources)}" if resources else ""
         raise PlacementError(
             f"Ray placed none of {', '.join(map(str, wanted))}{where} within {timeout_s:g} s, with {free.cpus:g} CPUs "

@@ -214,17 +214,18 @@ class Fleet:
         self._serving.discard(index)
         async with self._delivery.hold:
             self._delivery.leave(_name(index))
-        if index in self._handles:
-            # Past its lease, another actor generates what this one did not finish.
-            deadline_s = self._config.admission.lease_s
-            try:
-                state = await call(
-                    self._handles[index].leave.remote(), f"{_name(index)} to finish its groups", deadline_s
-                )
-                self._telemetry.actors([(index, state)])
-            except (RunFailed, DeadlineExceeded) as error:
-                self._telemetry.note(f"{_name(index)} left groups behind: {first_line(error)}")
-            await self._kill(index)
+        if index not in self._handles:
+            # There was no room for it.
+            self._room.give_back(index)
+            return
+        # Past its lease, another actor generates what this one did not finish.
+        deadline_s = self._config.admission.lease_s
+        try:
+            state = await call(self._handles[index].leave.remote(), f"{_name(index)} to finish its groups", deadline_s)
+            self._telemetry.actors([(index, state)])
+        except (RunFailed, DeadlineExceeded) as error:
+            self._telemetry.note(f"{_name(index)} left groups behind: {first_line(error)}")
+        await self._kill(index)
         self._room.give_back(index)
         self._telemetry.event("actor_left", actor=index)
         self._telemetry.note(f"{_name(index)} has left")

@@ -119,6 +119,8 @@ def test_replay_goes_past_its_last_step(run: tuple[Path, torch.Tensor]) -> None:
     assert code == 0 and "2 of 2 recorded steps" in said and len(said.splitlines()) == 4
     with pytest.raises(ConfigError, match=f"ends with step {STEPS}: give --until {STEPS} or less"):
         replayed(str(run[0]), "--until", "9")
+    with pytest.raises(ConfigError, match="--until 2 is not after --checkpoint 3"):
+        replayed(str(run[0]), "--until", "2", "--checkpoint", "3")
 
 
 def test_override_passes_for_the_run_itself(run: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
