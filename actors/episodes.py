@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -58,6 +59,7 @@ class Player:
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._make = resolve_environment(config)
+        self._vocabulary = len(tokenizer)
 
     async def sample(self, engine: Engine, prompt: Prompt, admission: int) -> list[Episode]:
         """The responses of a group."""
@@ -94,6 +96,7 @@ class Player:
                 if completion.finish_reason != "stop":
                     return episode.end(completion.finish_reason)
                 step: Step = await self._answer(environment.step(completion.token_ids.tolist()), "step")
+                self._check(step)
                 episode.reward += step.reward
                 if step.done:
                     return episode.end("stop")
@@ -105,6 +108,13 @@ class Player:
         except EnvironmentFailed as error:
             return episode.end("stop", str(error))
 
+    def _check(self, step: Step) -> None:
+        name = self._config.task.environment
+        if not isinstance(step, Step):
+            raise EnvironmentFailed(f"step of {name} returned {type(step).__name__}, not a Step")
+        if not all(isinstance(token, Integral) and 0 <= token < self._vocabulary for token in step.token_ids):
+            raise EnvironmentFailed(f"step of {name} returned token ids that the tokenizer does not have")
+
     async def _answer(self, call: Awaitable[Answer], name: str) -> Answer:
         limit_s = self._config.task.environment_timeout_s
         try:
@@ -115,7 +125,7 @@ class Player:
                 f"{name} of {self._config.task.environment} did not answer within task.environment_timeout_s = "
                 f"{limit_s:g} s"
             ) from error
-        except Exception as error:  # a user's environment may raise anything
+        except (Exception, SystemExit) as error:  # a user's environment may raise anything
             raise EnvironmentFailed(f"{name} of {self._config.task.environment} raised {describe(error)}") from error
 
 

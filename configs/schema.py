@@ -385,7 +385,7 @@ class ObjectiveSection(Section):
 class LoraSection(Section):
     """Low-rank matrices that are trained in the place of the model's weights."""
 
-    rank: int = Field(16, ge=1, description="Rank of the two matrices beside each layer.")
+    rank: int = Field(16, ge=1, le=4096, description="Rank of the two matrices beside each layer.")
     alpha: float = Field(
         32.0, gt=0, allow_inf_nan=False, description="Their product counts by alpha / rank in the layer's weight."
     )

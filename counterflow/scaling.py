@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _WISH, _STANDING = "actors.json", "fleet.json"
 _LOOK_AGAIN_S = 0.5
+_MOST_ACTORS = 1_000
+"""More is a slip of the hand, and each would wait for a place."""
 _MEND = "ask again with `counterflow scale`"
 
 
@@ -59,6 +61,8 @@ def ask(folder: Path, actors: int, timeout_s: float) -> FleetStanding:
     check_run_folder(folder)
     if actors < 1:
         raise ConfigError(f"--actors {actors}: a run needs one actor at least; to end it, press Ctrl-C where it runs")
+    if actors > _MOST_ACTORS:
+        raise ConfigError(f"--actors {actors}: a run has {_MOST_ACTORS:,} actors at most")
     wish, deadline = Wish(actors, secrets.token_hex(8)), time.monotonic() + timeout_s
     _write(folder / _WISH, wish)
     while (standing := read_json(folder / _STANDING, FleetStanding)) is None or standing.answers != wish.name:
@@ -76,9 +80,13 @@ def ask(folder: Path, actors: int, timeout_s: float) -> FleetStanding:
 
 
 def as_it_was(config: RunConfig, folder: Path) -> RunConfig:
-    """The configuration with as many actors as the fleet last was to have."""
+    """The configuration with as many actors as the fleet had room for; the latest wish is heard again."""
     standing = read_json(folder / _STANDING, FleetStanding)
-    return config if standing is None else config.replacing("actors", count=standing.wanted)
+    if standing is None:
+        return config
+    # Of those that were to join nobody knows whether there is room.
+    placed = max(standing.serving, min(config.actors.count, standing.wanted))
+    return config.replacing("actors", count=placed)
 
 
 def forget(folder: Path) -> None:
@@ -108,7 +116,7 @@ def _heard(folder: Path, telemetry: Telemetry) -> Wish | None:
     """The latest wish; one that cannot be read is told of and removed."""
     try:
         wish = read_json(folder / _WISH, Wish, _MEND)
-        if wish is None or wish.actors >= 1:
+        if wish is None or 1 <= wish.actors <= _MOST_ACTORS:
             return wish
         reason = f"{folder / _WISH} asks for {wish.actors} actors: {_MEND}"
     except ConfigError as error:

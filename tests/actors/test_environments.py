@@ -185,6 +185,28 @@ def test_failing_environment_takes_its_group_with_it(failure: Exception | None, 
     assert failed.token_ids.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("nothing", "step of calculator returned str, not a Step"),
+        (Step((-4,)), "token ids that the tokenizer does not have"),
+        (Step((10**6,)), "token ids that the tokenizer does not have"),
+        (Step((1.5,)), "token ids that the tokenizer does not have"),  # type: ignore[arg-type]
+        (SystemExit(1), "step of calculator raised SystemExit"),
+    ],
+)
+def test_environment_that_answers_nonsense_ends_the_run(answer: Any, words: str) -> None:
+    class Babbles(Says):
+        async def step(self, turn_token_ids: Sequence[int]) -> Step:
+            if isinstance(answer, SystemExit):
+                raise answer
+            return answer  # type: ignore[no-any-return]
+
+    sides = iter([Babbles(), Says(Step((), 1.0, done=True))])
+    failed, fine = asyncio.run(player(lambda _: next(sides)).sample(Script([1, 2]), PROMPT, 0))  # type: ignore[arg-type]
+    assert (fine.reward, fine.error) == (1.0, "") and failed.reward is None and words in failed.error
+
+
 def test_two_turns_share_their_seed() -> None:
     script = Script([1], [2])
     sides = [Says(Step((5,))), Says(Step((5,)))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class Supervised:
         self.asked.append(count)
         # There is no room for more than four.
         self.wanted = min(count, 4)
+        self.serving = list(range(self.wanted))
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -65,6 +67,23 @@ def test_wish_is_answered_for_another_or_heard_twice(living: tuple[Path, Supervi
     assert as_it_was(config, folder).actors.count == 4
     forget(folder)
     assert as_it_was(config, folder) == config and not list(folder.glob("*.json*")) + list(folder.glob(".*.json*"))
+
+
+def test_actors_without_room_keep_a_learner_from_being_begun_again(living: tuple[Path, Supervised]) -> None:
+    folder, _ = living
+    for standing, placed in (((20, 3), 3), ((20, 0), 2), ((1, 1), 1), ((1, 4), 4)):
+        (folder / "fleet.json").write_text(json.dumps({"answers": "", "wanted": standing[0], "serving": standing[1]}))
+        config = RunConfig().replacing("actors", count=2)
+        assert as_it_was(config, folder).actors.count == placed
+
+
+def test_slip_of_the_hand_asks_for_a_million_actors(living: tuple[Path, Supervised]) -> None:
+    folder, run = living
+    with pytest.raises(ConfigError, match="--actors 3000000: a run has 1,000 actors at most"):
+        ask(folder, 3_000_000, 60)
+    (folder / "actors.json").write_text(json.dumps({"actors": 3_000_000, "name": "by hand"}))
+    while_followed(folder, run, lambda: time.sleep(0.5))
+    assert not run.asked and "asks for 3000000 actors" in run.notes[0]
 
 
 def test_two_wishes_at_once_both_count(living: tuple[Path, Supervised]) -> None:

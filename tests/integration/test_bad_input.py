@@ -92,6 +92,7 @@ def test_misspelt_key_is_ignored(refused: Callable[..., str]) -> None:
         ("run.steps", ["run.steps"]),
         ("learner.lora.targets=['nope']", ["learner.lora.targets", "nope"]),
         ("learner.lora.targets=['lm_head']", ["learner.lora.targets", "lm_head", "output layer"]),
+        ("learner.lora.rank=1000000000000", ["learner.lora.rank", "4096"]),
         ("learner.offload=optimizer", ["learner.offload=optimizer", "zero1, zero2 or zero3"]),
     ],
 )
