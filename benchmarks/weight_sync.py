@@ -51,7 +51,7 @@ MOST_BROADCASTS = 1.3
 PHASES = {
     "stage": "copy into the slot: all that the learner waits for",
     "prepare": "say where the slot is",
-    "pause": "vLLM's, which sleeps 0.02 s in it",
+    "pause": "vLLM's own, when the step that goes on has ended",
     "transfer": "tensors handed to vLLM",
     "load": "vLLM's own loading and repacking",
     "proof": "fingerprints of what the engine holds",
@@ -105,8 +105,8 @@ class Update:
         self._engine = self._runner.run(vllm_engine.VllmEngine.start(config))
         self._runner.run(self._engine.connect_weights("actor 0", self.layout))
         self._ask("time_updates")
-        llm: Any = self._engine._llm
-        self._pause, llm.pause_generation = llm.pause_generation, self._timed_pause
+        core: Any = self._engine._llm.engine_core
+        self._pause, core.pause_scheduler_async = core.pause_scheduler_async, self._timed_pause
 
     def once(self) -> dict[str, float]:
         """Seconds of each phase of one update."""
