@@ -6,10 +6,13 @@ was the end. What was sampled is never made anew from text.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from counterflow.actors.named import import_named
 from counterflow.configs.schema import RunConfig
@@ -40,8 +43,9 @@ class Step:
 class Environment(Protocol):
     """The other side of one response. Made anew for each, with the model's tokenizer as its only argument.
 
-    It shares its actor's event loop: what takes long belongs into a thread or a process. An exception, or a wait past
-    `task.environment_timeout_s`, costs the response its reward.
+    Those of an actor share an event loop, in a thread of its own: what takes long without awaiting belongs into another
+    thread or a process, lest the others miss their deadline. An exception, or a wait past `task.environment_timeout_s`,
+    costs the response its reward.
     """
 
     async def reset(self, record: dict[str, Any]) -> None:
@@ -52,6 +56,40 @@ class Environment(Protocol):
 
 
 MakeEnvironment = Callable[["PreTrainedTokenizerBase"], Environment]
+Answer = TypeVar("Answer")
+
+
+class EnvironmentLoop:
+    """Where environments run: an event loop beside the actor's, which goes on where one of them blocks it, or dies."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        # It does not keep the process: who blocks it may do so for ever.
+        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+
+    async def answer(self, call: Callable[[], Awaitable[Answer]], timeout_s: float) -> Answer:
+        """What the call answers there; raises what it raises.
+
+        Raises:
+            TimeoutError: there is no answer after `timeout_s` seconds.
+            RuntimeError: it raised what would end a program, or cancels a task.
+        """
+
+        async def caught() -> tuple[Answer | None, BaseException | None]:
+            try:
+                return await call(), None
+            except BaseException as error:  # no error of an environment may end the loop
+                return None, error
+
+        coming = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(caught(), self._loop))
+        async with asyncio.timeout(timeout_s):
+            answer, error = await coming
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return answer  # type: ignore[return-value]
 
 
 def resolve_environment(config: RunConfig) -> MakeEnvironment | None:

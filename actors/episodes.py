@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from counterflow.actors.environments import Step, resolve_environment
+from counterflow.actors.environments import Environment, EnvironmentLoop, Step, resolve_environment
 from counterflow.actors.generation import Completion, Engine
 from counterflow.actors.reward_process import describe
 from counterflow.actors.seeds import group_seed, turn_seed
@@ -57,9 +58,11 @@ class Player:
     """Has an engine respond, and environments answer it."""
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self._vocabulary = config, len(tokenizer)
         self._make = resolve_environment(config)
-        self._vocabulary = len(tokenizer)
+        if self._make is not None:
+            # Another thread's: a tokenizer is not to be used by two at once.
+            self._tokenizer, self._loop = deepcopy(tokenizer), EnvironmentLoop()
 
     async def sample(self, engine: Engine, prompt: Prompt, admission: int) -> list[Episode]:
         """The responses of a group."""
@@ -87,16 +90,13 @@ class Player:
     async def _play(self, prompt: Prompt, take: Take) -> Episode:
         episode = _Episode(self._config.sampling.max_tokens)
         try:
-            assert self._make is not None
-            environment = self._make(self._tokenizer)
-            await self._answer(environment.reset(prompt.record), "reset")
+            environment = await self._answer(lambda: self._begin(prompt.record), "reset")
             for turn in range(self._config.task.turns):
                 completion = await take((*prompt.token_ids, *episode.token_ids), episode.room, turn)
                 episode.sampled(completion)
                 if completion.finish_reason != "stop":
                     return episode.end(completion.finish_reason)
-                step: Step = await self._answer(environment.step(completion.token_ids.tolist()), "step")
-                self._check(step)
+                step = await self._step(environment, completion.token_ids.tolist())
                 episode.reward += step.reward
                 if step.done:
                     return episode.end("stop")
@@ -108,24 +108,31 @@ class Player:
         except EnvironmentFailed as error:
             return episode.end("stop", str(error))
 
-    def _check(self, step: Step) -> None:
+    async def _begin(self, record: dict[str, Any]) -> Environment:
+        assert self._make is not None
+        environment = self._make(self._tokenizer)
+        await environment.reset(record)
+        return environment
+
+    async def _step(self, environment: Environment, token_ids: list[int]) -> Step:
         name = self._config.task.environment
+        step = await self._answer(lambda: environment.step(token_ids), "step")
         if not isinstance(step, Step):
             raise EnvironmentFailed(f"step of {name} returned {type(step).__name__}, not a Step")
         if not all(isinstance(token, Integral) and 0 <= token < self._vocabulary for token in step.token_ids):
             raise EnvironmentFailed(f"step of {name} returned token ids that the tokenizer does not have")
+        return step
 
-    async def _answer(self, call: Awaitable[Answer], name: str) -> Answer:
+    async def _answer(self, call: Callable[[], Awaitable[Answer]], name: str) -> Answer:
         limit_s = self._config.task.environment_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
-                return await call
+            return await self._loop.answer(call, limit_s)
         except TimeoutError as error:
             raise EnvironmentFailed(
                 f"{name} of {self._config.task.environment} did not answer within task.environment_timeout_s = "
                 f"{limit_s:g} s"
             ) from error
-        except (Exception, SystemExit) as error:  # a user's environment may raise anything
+        except Exception as error:  # a user's environment may raise anything
             raise EnvironmentFailed(f"{name} of {self._config.task.environment} raised {describe(error)}") from error
 
 

@@ -276,7 +276,12 @@ class Worker:
             if error.exitcode == OUT_OF_MEMORY:
                 limit = self.config.reward.memory_bytes
                 return Scored(None, "crashed", f"the reward ran out of reward.memory_bytes = {limit}")
-            return Scored(None, "crashed", f"the reward process died with exit code {error.exitcode}")
+            return Scored(
+                None,
+                "crashed",
+                f"the reward process died with exit code {error.exitcode}: it was killed, or its code crashed, as some "
+                "does that finds no room in reward.memory_bytes",
+            )
         except BrokenProcessPool:
             await self.restart()
             return Scored(None, "crashed", "the reward process died")

@@ -226,6 +226,13 @@ def read_steps(folder: Path, start: int = 0) -> Iterator[ArchivedStep]:
             raise _unreadable(path, error) from error
 
 
+def last_step(folder: Path) -> int | None:
+    """The last step that an archive holds whole; None where it holds none. Raises as `read_steps`."""
+    paths = segments(folder)
+    steps = read_steps(folder, start=first_version(paths[-1])) if paths else iter(())
+    return max((step.learner_version + 1 for step in steps), default=None)
+
+
 def _unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{path} cannot be read ({os.strerror(error.errno) if error.errno else first_line(error)}): "

@@ -217,8 +217,10 @@ def _booleans_as_numbers(raw: Any, parsed: Any, source: Any, key: str = "") -> I
 def _known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _known_keys(field.annotation, f"{prefix}{name}.")
+        # A section, or one that may be left out.
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _known_keys(kind, f"{prefix}{name}.")
 
 
 def _keys_below(key: str) -> list[str]:

@@ -386,9 +386,7 @@ class LoraSection(Section):
     """Low-rank matrices that are trained in the place of the model's weights."""
 
     rank: int = Field(16, ge=1, le=4096, description="Rank of the two matrices beside each layer.")
-    alpha: float = Field(
-        32.0, gt=0, allow_inf_nan=False, description="Their product counts by alpha / rank in the layer's weight."
-    )
+    alpha: float = Field(32.0, gt=0, le=1e6, description="Their product counts by alpha / rank in the layer's weight.")
     targets: list[Text] | None = Field(
         None,
         min_length=1,

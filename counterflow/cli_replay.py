@@ -49,11 +49,15 @@ def replay(
     model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write the model that comes of it.")] = None,
 ) -> None:
     """Train RUN's archived groups again and print each step; exit with 1 where the same is not the same."""
+    from counterflow.buffer.archive import last_step
     from counterflow.configs import load_config
     from counterflow.learner.replay import replay as steps_of
     from counterflow.recorder import read_run
 
     check_run_folder(folder)
+    archive = folder / "archive"
+    if until is not None and archive.is_dir() and (ends := last_step(archive)) is not None and until > ends:
+        raise ConfigError(f"{archive} ends with step {ends}: give --until {ends} or less")
     if until is not None and until <= checkpoint:
         raise ConfigError(f"--until {until} is not after --checkpoint {checkpoint}: no step is left to take")
     if model is not None:
@@ -65,7 +69,7 @@ def replay(
     max_lag = config.admission.max_lag
     typer.echo(" ".join(["  step", *(f"{name:>14}" for name in _COLUMNS)]))
     equal, other = 0, []
-    for record, left_out in steps_of(trainer, folder / "archive", until, max_lag):
+    for record, left_out in steps_of(trainer, archive, until, max_lag):
         said = f"  groups staler than {max_lag:g}, left out: {left_out}" if left_out else ""
         typer.echo(f"{trainer.version:6d} {_line(record)}{said}")
         there = recorded.get(trainer.version)
@@ -84,6 +88,9 @@ def replay(
         )
         return
     typer.echo(f"{equal} of {equal + len(other)} recorded steps are the same in {', '.join(_COMPARED)}")
+    if until is None and (lost := [step for step in recorded if step > trainer.version]):
+        typer.echo(f"{archive} ends with step {trainer.version}, the run took {max(lost)}: restore the archive's end")
+        raise typer.Exit(1)
     exact = own.learner.dtype == "float32" and not own.learner.gpus and own.learner.ranks == 1
     if other and exact:
         typer.echo(f"the first that differs is step {other[0]}: other threads, another torch, or damaged data")

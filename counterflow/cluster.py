@@ -16,6 +16,7 @@ from typing import Any
 from counterflow import processes
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import (
+    BufferUnavailable,
     ConfigError,
     CounterflowError,
     DeadlineExceeded,
@@ -23,6 +24,7 @@ from counterflow.errors import (
     ProcessDied,
     RunFailed,
     UnavailableError,
+    WeightSyncError,
 )
 
 _OBJECT_STORE_BYTES = 128 << 20
@@ -31,7 +33,8 @@ _PORTS = range(20_000, 31_000)
 _PORTS_EACH = 8
 # Ray's words where its monitor of memory has killed a worker.
 _FULL_MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)GB used / ([\d.]+)GB limit")
-_REFUSED = re.compile(r"counterflow\.errors\.ConfigError: (.*)")
+_OWN_WORDS = re.compile(r"counterflow\.errors\.(\w+): (.*)")
+_TOLD_BY_TEXT = (ConfigError, UnavailableError, BufferUnavailable, PlacementError, WeightSyncError)
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,7 @@ async def call(answer: Awaitable[Any], reason: str, timeout_s: float) -> Any:
 
     Raises:
         DeadlineExceeded: no answer in time.
-        ConfigError: the process could not begin with this configuration.
+        ConfigError, UnavailableError, WeightSyncError: the process could not begin, and said why.
         ProcessDied: the process died.
         RunFailed: it raised an error that is not ours.
     """
@@ -254,8 +257,10 @@ async def call(answer: Awaitable[Any], reason: str, timeout_s: float) -> Any:
     except ray.exceptions.RayError as error:
         why = _why(error)
         # Of an actor whose construction failed Ray tells only the text.
-        if refused := _REFUSED.match(why):
-            raise ConfigError(refused[1]) from error
+        if found := _OWN_WORDS.match(why):
+            for kind in _TOLD_BY_TEXT:
+                if kind.__name__ == found[1]:
+                    raise kind(found[2]) from error
         raise ProcessDied(f"while waiting for {reason}: its process died ({why})") from error
     except TimeoutError as error:
         raise DeadlineExceeded("the supervisor", reason, timeout_s) from error

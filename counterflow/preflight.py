@@ -9,6 +9,7 @@ import hashlib
 import json
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -71,6 +72,7 @@ def check(config: RunConfig, run_id: str | None = None) -> tuple[Origin, TaskSet
     _check_model(config.model)
     if config.learner.lora is not None:
         adapt(_without_weights(config.model), config.learner.lora)
+    _check_weight_sync(config)
     resolve_rewards(config)
     resolve_environment(config)
     try:
@@ -163,6 +165,29 @@ def _check_engine(config: RunConfig) -> None:
             "actors.engine is vllm, which is not installed here: pip install 'counterflow[cpu]' or 'counterflow[gpu]', "
             "or set actors.engine=transformers, which is slow"
         )
+
+
+def _check_weight_sync(config: RunConfig) -> None:
+    sync = config.weight_sync
+    if config.run.ray_address != "local":
+        # Other hosts may know other names, and see other folders.
+        return
+    if sync.host is not None:
+        try:
+            socket.getaddrinfo(sync.host, None)
+        except OSError as error:
+            raise ConfigError(
+                f"weight_sync.host {sync.host} is no address of this host ({error.strerror or error}): leave it out, "
+                "or name one at which actors reach the learner"
+            ) from error
+    if sync.transport == "disk" and sync.folder is not None:
+        try:
+            sync.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"weight_sync.folder {sync.folder} cannot be made ({error.strerror or error}): name a folder that you "
+                "may write to"
+            ) from error
 
 
 def _check_model(model: ModelSection) -> None:

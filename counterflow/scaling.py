@@ -64,19 +64,24 @@ def ask(folder: Path, actors: int, timeout_s: float) -> FleetStanding:
     if actors > _MOST_ACTORS:
         raise ConfigError(f"--actors {actors}: a run has {_MOST_ACTORS:,} actors at most")
     wish, deadline = Wish(actors, secrets.token_hex(8)), time.monotonic() + timeout_s
+    _refuse_ended(folder, actors)
     _write(folder / _WISH, wish)
     while (standing := read_json(folder / _STANDING, FleetStanding)) is None or standing.answers != wish.name:
-        if not is_held(folder / RUN):
-            raise ConfigError(
-                f"{folder}: no run is going on there; to go on with one that ended: `counterflow run --resume {folder} "
-                f"actors.count={actors}`"
-            )
+        _refuse_ended(folder, actors)
         if read_json(folder / _WISH, Wish, _MEND) != wish:
             raise ConfigError(f"{folder}: another `counterflow scale` asked at the same time, and its word counts")
         if time.monotonic() > deadline:
             raise DeadlineExceeded("counterflow scale", f"the run in {folder} to take the word", timeout_s)
         time.sleep(_LOOK_AGAIN_S / 5)
     return standing
+
+
+def _refuse_ended(folder: Path, actors: int) -> None:
+    if not is_held(folder / RUN):
+        raise ConfigError(
+            f"{folder}: no run is going on there; to go on with one that ended: `counterflow run --resume {folder} "
+            f"actors.count={actors}`"
+        )
 
 
 def as_it_was(config: RunConfig, folder: Path) -> RunConfig:

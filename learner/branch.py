@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from counterflow.buffer.archive import read_steps
+from counterflow.buffer.archive import last_step, read_steps
 from counterflow.buffer.segment import first_version, segments
 from counterflow.errors import ConfigError
 from counterflow.place import read_json
@@ -58,7 +58,7 @@ def reach(archive: Path, checkpoint: int) -> Reach:
                 trouble = f"{archive} begins with the step of learner_version {last}: restore the segments before it"
                 break
             version += 1
-        if last < 0 and checkpoint and (not paths or _last(archive) != checkpoint - 1):
+        if last < 0 and checkpoint and last_step(archive) != checkpoint:
             trouble = f"{archive} ends before version {checkpoint}, which is the checkpoint's: restore what is missing"
     except ConfigError as error:
         trouble = str(error)
@@ -75,9 +75,15 @@ def settle(folder: Path, checkpoint: int, server_version: int, lose: bool) -> tu
         ConfigError: steps are missing, and `lose` is false.
     """
     reached = reach(folder / "archive", checkpoint)
+    if reached.trouble is None and server_version > reached.version:
+        # Only the end of an archive can be gone without a trace in it.
+        ends = (
+            f"{folder / 'archive'} ends with version {reached.version}, the buffer's server knows of {server_version}"
+        )
+        reached = replace(reached, trouble=f"{ends}: restore the archive's end from a copy")
     if reached.trouble and not lose:
         raise ConfigError(missing_steps(reached))
-    if not reached.trouble and not (lose and server_version > reached.version):
+    if not reached.trouble:
         return reached, None
     return reached, _leave(folder, Branch(checkpoint, reached.version, max(reached.known, server_version), ""))
 
@@ -109,8 +115,3 @@ def _leave(folder: Path, branch: Branch) -> Branch:
     if (folder / "archive").is_dir():
         (folder / "archive").rename(folder / branch.archive)
     return branch
-
-
-def _last(archive: Path) -> int:
-    paths = segments(archive)
-    return max((step.learner_version for step in read_steps(archive, start=first_version(paths[-1]))), default=-1)

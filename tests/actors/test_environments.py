@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -192,19 +193,38 @@ def test_failing_environment_takes_its_group_with_it(failure: Exception | None, 
         (Step((-4,)), "token ids that the tokenizer does not have"),
         (Step((10**6,)), "token ids that the tokenizer does not have"),
         (Step((1.5,)), "token ids that the tokenizer does not have"),  # type: ignore[arg-type]
-        (SystemExit(1), "step of calculator raised SystemExit"),
+        (SystemExit(1), "step of calculator raised RuntimeError: SystemExit: 1"),
+        (asyncio.CancelledError(), "step of calculator raised RuntimeError: CancelledError"),
     ],
 )
 def test_environment_that_answers_nonsense_ends_the_run(answer: Any, words: str) -> None:
     class Babbles(Says):
         async def step(self, turn_token_ids: Sequence[int]) -> Step:
-            if isinstance(answer, SystemExit):
+            if isinstance(answer, BaseException):
                 raise answer
             return answer  # type: ignore[no-any-return]
 
     sides = iter([Babbles(), Says(Step((), 1.0, done=True))])
     failed, fine = asyncio.run(player(lambda _: next(sides)).sample(Script([1, 2]), PROMPT, 0))  # type: ignore[arg-type]
     assert (fine.reward, fine.error) == (1.0, "") and failed.reward is None and words in failed.error
+
+
+def test_environment_that_blocks_its_loop_blocks_its_actor() -> None:
+    class Blocks(Says):
+        async def step(self, turn_token_ids: Sequence[int]) -> Step:
+            time.sleep(1)  # noqa: ASYNC251
+            return Step(done=True)
+
+    async def both() -> tuple[Episode, int]:
+        playing = asyncio.create_task(player(Blocks()).decode_greedily(Script([1, 2]), PROMPT))  # type: ignore[arg-type]
+        beats = 0
+        while not playing.done():
+            await asyncio.sleep(0.01)
+            beats += 1
+        return await playing, beats
+
+    episode, beats = asyncio.run(both())
+    assert episode.reward is None and "step of calculator did not answer" in episode.error and beats > 3
 
 
 def test_two_turns_share_their_seed() -> None:

@@ -90,6 +90,8 @@ def test_unknown_key_without_a_near_one_lists_the_section() -> None:
         ("learner: {dtype: int8}", "learner.dtype=int8: must be 'float32' or 'bfloat16'"),
         ("learner: {lr: inf}", "learner.lr=inf: must be a finite number"),
         ("learner: 3", "learner=3: must be a section with keys (ranks, backend, offload, cpus, gpus"),
+        ("learner: {lora: true}", "learner.lora=true: must be a section with keys (rank, alpha, targets)"),
+        ("learner: {lora: {rnk: 3}}", "learner.lora.rnk: there is no such key: did you mean learner.lora.rank?"),
         ("admission: {max_lag: 1.5}", "admission.max_lag: it counts versions: a whole number, or inf"),
         ("sampling: {stop: [a, 3]}", "sampling.stop.1=3: must be a valid string"),
         ("sampling: {stop: ['']}", "sampling.stop.0=: must have at least 1 character"),

@@ -8,7 +8,7 @@ import pytest
 import ray.exceptions
 
 from counterflow.cluster import call
-from counterflow.errors import ConfigError, ProcessDied
+from counterflow.errors import BufferUnavailable, ConfigError, CounterflowError, ProcessDied, WeightSyncError
 
 # Of Ray 2.60, shortened.
 OUT_OF_MEMORY = """The actor died unexpectedly before finishing this task.
@@ -37,11 +37,18 @@ def test_death_is_told_with_advice_on_rays_settings(said: str, words: str) -> No
     assert "\n" not in str(caught.value) and "RAY_" not in str(caught.value)
 
 
-def test_configuration_that_a_process_refuses_is_taken_for_its_death() -> None:
+@pytest.mark.parametrize("kind", [ConfigError, BufferUnavailable, WeightSyncError])
+def test_reason_for_which_a_process_cannot_begin_is_taken_for_its_death(kind: type[CounterflowError]) -> None:
     async def refuses() -> None:
-        raise ray.exceptions.RayError(
-            "The actor died.\n\x20 File x\ncounterflow.errors.ConfigError: learner.x is wrong"
-        )
+        raise ray.exceptions.RayError(f"The actor died.\n\x20 File x\ncounterflow.errors.{kind.__name__}: it is wrong")
 
-    with pytest.raises(ConfigError, match=r"^learner\.x is wrong$"):
+    with pytest.raises(kind, match="^it is wrong$"):
         asyncio.run(call(refuses(), "the learner", 5))
+
+
+def test_bug_in_a_constructor_is_taken_for_a_reason() -> None:
+    async def fails() -> None:
+        raise ray.exceptions.RayError("The actor died.\ncounterflow.errors.RunFailed: it failed")
+
+    with pytest.raises(ProcessDied, match="it failed"):
+        asyncio.run(call(fails(), "the learner", 5))

@@ -139,6 +139,7 @@ def test_ended_run_is_scaled(refused: Callable[..., str], run_folder: Path, acto
     assert words in said
     (run_folder / RUN).touch()
     assert words in refused("scale", run_folder, "--actors", actors)
+    assert not (run_folder / "actors.json").exists()
 
 
 def test_living_run_is_taken_for_an_ended_one(run_folder: Path) -> None:

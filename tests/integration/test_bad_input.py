@@ -93,6 +93,8 @@ def test_misspelt_key_is_ignored(refused: Callable[..., str]) -> None:
         ("learner.lora.targets=['nope']", ["learner.lora.targets", "nope"]),
         ("learner.lora.targets=['lm_head']", ["learner.lora.targets", "lm_head", "output layer"]),
         ("learner.lora.rank=1000000000000", ["learner.lora.rank", "4096"]),
+        ("learner.lora.alpha=1e300", ["learner.lora.alpha", "1000000"]),
+        ("weight_sync.host=256.1.1.1", ["weight_sync.host 256.1.1.1"]),
         ("learner.offload=optimizer", ["learner.offload=optimizer", "zero1, zero2 or zero3"]),
     ],
 )

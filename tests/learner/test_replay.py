@@ -123,6 +123,14 @@ def test_replay_goes_past_its_last_step(run: tuple[Path, torch.Tensor]) -> None:
         replayed(str(run[0]), "--until", "2", "--checkpoint", "3")
 
 
+def test_archive_that_lost_its_end_replays_the_same(run: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    segments(folder / "archive")[-1].unlink()
+    code, said = replayed(str(folder))
+    assert code == 1 and f"the run took {STEPS}: restore the archive's end" in said
+
+
 def test_override_passes_for_the_run_itself(run: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     code, said = replayed(str(run[0]), "objective.kl.beta=0", "--model", str(tmp_path / "model"))
     assert code == 0 and "off the run's own policy: objective.kl.beta=0" in said

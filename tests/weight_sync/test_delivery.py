@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random as randomness
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from counterflow.errors import DeadlineExceeded, ProcessDied, WeightSyncError
@@ -30,6 +31,8 @@ class Learner:
         self.told: list[tuple[str, str]] = []
         self.sends: list[Exception] = []
         self.leaving: list[str] = []
+        self.breaking: list[str] = []
+        self.receivers: set[str] = set()
         self.on_send: Callable[[], object] = lambda: None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -42,6 +45,7 @@ class Learner:
 
     async def prepare(self, staged: StagedVersion, actors: Sequence[str]) -> Shipment:
         await asyncio.sleep(0)
+        self.receivers = set(actors)
         return Shipment(staged.version, {"slot": staged.slot, "actors": list(actors)})
 
     async def send(self, staged: StagedVersion) -> Fingerprints:
@@ -51,6 +55,10 @@ class Learner:
             self.delivery.leave(self.leaving.pop(0))
         if self.sends:
             raise self.sends.pop(0)
+        # A sender does not lose whom it does not send to.
+        if breaking := next((actor for actor in self.breaking if actor in self.receivers), None):
+            self.breaking.remove(breaking)
+            raise WeightSyncError(f"{breaking}/0 died", [f"{breaking}/0"])
         return {"norm": Fingerprint(staged.version, 0)}
 
     async def join(self, *actors: str) -> None:
@@ -329,6 +337,7 @@ def test_learner_that_dies_is_silent() -> None:
     asyncio.run(main())
 
 
+@example(False, ["publish", "wait", "vanish", "break", "break"], randomness.Random(0))
 @settings(max_examples=60)
 @given(
     st.booleans(),
@@ -361,13 +370,13 @@ def test_some_history_leaves_an_actor_behind(together: bool, history: list[str],
                 # In the middle of the next version.
                 learner.leaving.append(chosen)
             elif chosen and event == "break":
-                learner.sends.append(WeightSyncError(f"{chosen}/0 died", [f"{chosen}/0"]))
+                learner.breaking.append(chosen)
             elif chosen and event == "spoil":
                 learner.spoilt[chosen] = 1
             elif chosen:
                 learner.errors[chosen] = [ProcessDied("killed") if event == "die" else WeightSyncError("other weights")]
         await learner.join("actor 100")
-        learner.sends.clear()
+        learner.breaking.clear()
         await learner.publish(learner.version + 1)
         await learner.delivery.arrived()
         assert learner.delivery.actors
