@@ -120,7 +120,7 @@ class Display:
             f"step {step.step}/{self._total}",
             f"version {step.policy_version}",
             f"reward {number(step.reward_mean, 2)}",
-            f"heldout {number(self._evaluation.rate, 2) if self._evaluation else '-'}",
+            f"heldout {_heldout(self._evaluation)}",
             f"lag {number(step.lag_mean, 1)}/{step.lag_max}",
             f"kl_ref {number(step.kl_reference, 3)}",
             f"ess {number(step.ess_token, 2)}",
@@ -183,6 +183,11 @@ class Display:
 def number(value: float, digits: int) -> str:
     """A number for a table cell; what is not finite says so."""
     return f"{value:.{digits}f}" if math.isfinite(value) else str(float(value))
+
+
+def _heldout(evaluation: EvaluationRecord | None) -> str:
+    """Its accuracy and version, which may be long ago."""
+    return f"{number(evaluation.rate, 2)}@{evaluation.policy_version}" if evaluation else "-"
 
 
 def clock(seconds: float) -> str:

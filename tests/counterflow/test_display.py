@@ -45,7 +45,7 @@ def test_plain_line_holds_what_a_log_needs() -> None:
         )  # fmt: skip
     assert written(console)[0] == "loading [the] model"
     assert written(console)[2] == (
-        "step 12/120 version 12 reward 0.41 heldout 0.40 lag 2.1/4 kl_ref 0.003 ess 0.97 "
+        "step 12/120 version 12 reward 0.41 heldout 0.40@0 lag 2.1/4 kl_ref 0.003 ess 0.97 "
         "tok/s 5100/2900 buffer 44 eta 03:36"
     )
 
