@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from counterflow.actors.named import import_named
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, RunFailed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_ROUND_TRIP_S = 1.0
+"""A loop that does nothing for so long is taken for blocked."""
+_MOST_BLOCKED = 8
+"""Threads of an actor that environments may block."""
 _PLACE = "\u2063the model's turn\u2063"
 
 
@@ -36,6 +43,15 @@ class Step:
     """Whether the turn was the last; then nothing follows it."""
 
     def __post_init__(self) -> None:
+        """Make plain numbers of what libraries have for them. Raises ValueError where that cannot be done."""
+        try:
+            object.__setattr__(self, "token_ids", tuple(map(operator.index, self.token_ids)))
+        except TypeError as error:
+            raise ValueError(f"an environment's token ids must be whole numbers, not {self.token_ids!r}") from error
+        try:
+            object.__setattr__(self, "reward", float(self.reward))
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"an environment's reward must be a number, not {self.reward!r}") from error
         if not math.isfinite(self.reward):
             raise ValueError(f"an environment's reward must be a finite number, not {self.reward}")
 
@@ -60,36 +76,81 @@ Answer = TypeVar("Answer")
 
 
 class EnvironmentLoop:
-    """Where environments run: an event loop beside the actor's, which goes on where one of them blocks it, or dies."""
+    """Where environments run: an event loop in a thread beside the actor's, and another where one of them blocks it."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        # It does not keep the process: who blocks it may do so for ever.
-        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
-        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        self._threads: list[threading.Thread] = []
+        self._loop = self._begin()
 
     async def answer(self, call: Callable[[], Awaitable[Answer]], timeout_s: float) -> Answer:
         """What the call answers there; raises what it raises.
 
         Raises:
             TimeoutError: there is no answer after `timeout_s` seconds.
-            RuntimeError: it raised what would end a program, or cancels a task.
+            RuntimeError: it raised what would end a program, cancel a task, or look like that.
+            RunFailed: too many threads are blocked.
         """
+        given_up = False
 
         async def caught() -> tuple[Answer | None, BaseException | None]:
             try:
-                return await call(), None
+                # What was given up while it waited for its turn does not begin.
+                return None if given_up else await call(), None
             except BaseException as error:  # no error of an environment may end the loop
                 return None, error
 
-        coming = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(caught(), self._loop))
-        async with asyncio.timeout(timeout_s):
-            answer, error = await coming
-        if isinstance(error, Exception):
+        loop = self._loop
+        coming = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(caught(), loop))
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer, error = await coming
+        except TimeoutError:
+            given_up = True
+            await self._leave_blocked(loop)
+            raise
+        if isinstance(error, Exception) and not isinstance(error, TimeoutError):
             raise error
         if error is not None:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         return answer  # type: ignore[return-value]
+
+    async def _leave_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Go on in another thread where this loop goes round no more."""
+        if loop is not self._loop:
+            return
+        round_trip: Future[None] = Future()
+        loop.call_soon_threadsafe(round_trip.set_result, None)
+        if (await asyncio.wait([asyncio.wrap_future(round_trip)], timeout=_ROUND_TRIP_S))[0] or loop is not self._loop:
+            return
+        # One round later than the calls that wait, so that they end as given up.
+        loop.call_soon_threadsafe(loop.call_soon, loop.stop)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if len(self._threads) > _MOST_BLOCKED:
+            raise RunFailed(
+                f"task.environment keeps {len(self._threads)} threads of one actor from going on: have it await what "
+                "takes long, in a thread or process of its own"
+            )
+        self._loop = self._begin()
+
+    def _begin(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        # It does not keep the process: who blocks it may do so for ever.
+        self._threads.append(threading.Thread(target=_run, args=(loop,), name="environments", daemon=True))
+        self._threads[-1].start()
+        weakref.finalize(self, _stop, loop)
+        return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    with suppress(RuntimeError):  # closed before
+        loop.call_soon_threadsafe(loop.stop)
 
 
 def resolve_environment(config: RunConfig) -> MakeEnvironment | None:

@@ -7,10 +7,10 @@ appended, and which of them the model is trained on.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from counterflow.actors.seeds import group_seed, turn_seed
 from counterflow.actors.tasks import Prompt
 from counterflow.buffer.trajectory import BoolArray, spans
 from counterflow.configs.schema import RunConfig
+from counterflow.errors import RunFailed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +59,7 @@ class Player:
     """Has an engine respond, and environments answer it."""
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._config, self._vocabulary = config, len(tokenizer)
+        self._config, self._last_id = config, max(tokenizer.get_vocab().values())
         self._make = resolve_environment(config)
         if self._make is not None:
             # Another thread's: a tokenizer is not to be used by two at once.
@@ -98,6 +99,10 @@ class Player:
                     return episode.end(completion.finish_reason)
                 step = await self._step(environment, completion.token_ids.tolist())
                 episode.reward += step.reward
+                if not math.isfinite(episode.reward):
+                    raise EnvironmentFailed(
+                        f"the rewards of {self._config.task.environment} add up to no finite number"
+                    )
                 if step.done:
                     return episode.end("stop")
                 if turn + 1 == self._config.task.turns or len(step.token_ids) >= episode.room:
@@ -119,7 +124,7 @@ class Player:
         step = await self._answer(lambda: environment.step(token_ids), "step")
         if not isinstance(step, Step):
             raise EnvironmentFailed(f"step of {name} returned {type(step).__name__}, not a Step")
-        if not all(isinstance(token, Integral) and 0 <= token < self._vocabulary for token in step.token_ids):
+        if not all(0 <= token <= self._last_id for token in step.token_ids):
             raise EnvironmentFailed(f"step of {name} returned token ids that the tokenizer does not have")
         return step
 
@@ -132,6 +137,8 @@ class Player:
                 f"{name} of {self._config.task.environment} did not answer within task.environment_timeout_s = "
                 f"{limit_s:g} s"
             ) from error
+        except RunFailed:
+            raise
         except Exception as error:  # a user's environment may raise anything
             raise EnvironmentFailed(f"{name} of {self._config.task.environment} raised {describe(error)}") from error
 

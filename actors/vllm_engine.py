@@ -136,7 +136,8 @@ class VllmEngine:
         """
         self._open.clear()
         with loading(shipment.version):
-            # `pause_generation` does this, then sleeps for 20 ms, so that outputs may come first: they carry versions.
+            # `pause_generation` clears a cache of images, too, and sleeps for 20 ms, a third of a small model's stall,
+            # so that outputs may come first: they carry versions.
             pause = self._llm.engine_core.pause_scheduler_async(mode=self._in_flight, clear_cache=self._recompute)
             await self._while_alive(pause)
             await self._while_alive(self._load(shipment))

@@ -28,7 +28,7 @@ from counterflow.buffer.trajectory import Origin, Passage
 from counterflow.errors import ConfigError, RunFailed, UnavailableError, first_line
 from counterflow.locks import hold
 
-__all__ = ["Archive", "ArchivedStep", "read_steps"]
+__all__ = ["Archive", "ArchivedStep", "last_step", "read_steps"]
 
 
 class Archive:

@@ -55,8 +55,11 @@ def replay(
     from counterflow.recorder import read_run
 
     check_run_folder(folder)
+    recorded = {record.step: record for record in read_run(folder).steps}
     archive = folder / "archive"
-    if until is not None and archive.is_dir() and (ends := last_step(archive)) is not None and until > ends:
+    # Read later than the records: a living run goes on meanwhile.
+    ends = last_step(archive) if archive.is_dir() else None
+    if until is not None and ends is not None and until > ends:
         raise ConfigError(f"{archive} ends with step {ends}: give --until {ends} or less")
     if until is not None and until <= checkpoint:
         raise ConfigError(f"--until {until} is not after --checkpoint {checkpoint}: no step is left to take")
@@ -64,8 +67,10 @@ def replay(
         _make(model)
     own = read_config(folder)
     config = load_config(folder / "config.yaml", overrides) if overrides else own
-    recorded = {record.step: record for record in read_run(folder).steps}
     trainer = _trainer(folder, own, config, checkpoint)
+    lost = ends is not None and ends < max(recorded, default=0)
+    if lost:
+        typer.echo(f"{archive} ends with step {ends}, the run took {max(recorded)}: restore the archive's end")
     max_lag = config.admission.max_lag
     typer.echo(" ".join(["  step", *(f"{name:>14}" for name in _COLUMNS)]))
     equal, other = 0, []
@@ -88,12 +93,11 @@ def replay(
         )
         return
     typer.echo(f"{equal} of {equal + len(other)} recorded steps are the same in {', '.join(_COMPARED)}")
-    if until is None and (lost := [step for step in recorded if step > trainer.version]):
-        typer.echo(f"{archive} ends with step {trainer.version}, the run took {max(lost)}: restore the archive's end")
-        raise typer.Exit(1)
     exact = own.learner.dtype == "float32" and not own.learner.gpus and own.learner.ranks == 1
     if other and exact:
         typer.echo(f"the first that differs is step {other[0]}: other threads, another torch, or damaged data")
+        raise typer.Exit(1)
+    if lost and until is None:
         raise typer.Exit(1)
     if other:
         typer.echo("the run had several ranks, a GPU or bfloat16: a replay, on one, adds up in another order")

@@ -34,7 +34,7 @@ _PORTS_EACH = 8
 # Ray's words where its monitor of memory has killed a worker.
 _FULL_MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)GB used / ([\d.]+)GB limit")
 _OWN_WORDS = re.compile(r"counterflow\.errors\.(\w+): (.*)")
-_TOLD_BY_TEXT = (ConfigError, UnavailableError, BufferUnavailable, PlacementError, WeightSyncError)
+_TOLD_BY_TEXT = (ConfigError, UnavailableError, BufferUnavailable, WeightSyncError)
 
 
 @dataclass(frozen=True)

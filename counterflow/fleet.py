@@ -235,7 +235,7 @@ class Fleet:
 
         if (handle := self._handles.pop(index, None)) is not None:
             # An engine that hangs, or is stopped, does not see its actor go.
-            with suppress(RunFailed, DeadlineExceeded):
+            with suppress(CounterflowError):
                 await call(handle.end.remote(), f"{_name(index)} to end its processes", _END_S)
             ray.kill(handle, no_restart=True)
             await asyncio.to_thread(self._expire, _name(index))
@@ -248,7 +248,7 @@ class Fleet:
         """
         try:
             actor = await self._process(index)
-        except (RunFailed, DeadlineExceeded) as error:
+        except CounterflowError as error:
             return error
         joined = await self._join(index, actor)
         try:

@@ -10,6 +10,7 @@ import json
 import secrets
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -34,6 +35,7 @@ from counterflow.learner.objective_choice import check_objective
 from counterflow.locks import RUN, hold, is_held
 from counterflow.models import MODELS
 from counterflow.processes import usable_cores
+from counterflow.weight_sync.lines import family_of
 
 _LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """What models of several families do to their logits behind the output layer, where the learner reads them."""
@@ -174,19 +176,21 @@ def _check_weight_sync(config: RunConfig) -> None:
         return
     if sync.host is not None:
         try:
-            socket.getaddrinfo(sync.host, None)
-        except OSError as error:
+            socket.create_server((sync.host, 0), family=family_of(sync.host)).close()
+        except (OSError, UnicodeError) as error:
             raise ConfigError(
-                f"weight_sync.host {sync.host} is no address of this host ({error.strerror or error}): leave it out, "
-                "or name one at which actors reach the learner"
+                f"weight_sync.host {sync.host} is no address of this host ({first_line(error)}): leave it out, or name "
+                "one at which actors reach the learner"
             ) from error
     if sync.transport == "disk" and sync.folder is not None:
         try:
             sync.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=sync.folder):
+                pass
         except OSError as error:
             raise ConfigError(
-                f"weight_sync.folder {sync.folder} cannot be made ({error.strerror or error}): name a folder that you "
-                "may write to"
+                f"weight_sync.folder {sync.folder} cannot be written ({error.strerror or error}): name a folder that "
+                "you may write to"
             ) from error
 
 

@@ -62,7 +62,7 @@ def ask(folder: Path, actors: int, timeout_s: float) -> FleetStanding:
     if actors < 1:
         raise ConfigError(f"--actors {actors}: a run needs one actor at least; to end it, press Ctrl-C where it runs")
     if actors > _MOST_ACTORS:
-        raise ConfigError(f"--actors {actors}: a run has {_MOST_ACTORS:,} actors at most")
+        raise ConfigError(f"--actors {actors}: ask for {_MOST_ACTORS:,} at most")
     wish, deadline = Wish(actors, secrets.token_hex(8)), time.monotonic() + timeout_s
     _refuse_ended(folder, actors)
     _write(folder / _WISH, wish)
@@ -90,7 +90,7 @@ def as_it_was(config: RunConfig, folder: Path) -> RunConfig:
     if standing is None:
         return config
     # Of those that were to join nobody knows whether there is room.
-    placed = max(standing.serving, min(config.actors.count, standing.wanted))
+    placed = min(standing.wanted, max(standing.serving, config.actors.count))
     return config.replacing("actors", count=placed)
 
 

@@ -104,7 +104,7 @@ class Lines:
         self.reports: dict[str, Report] = {}
         self._names, self._timeout_s = tuple(names), timeout_s
         self._generation, self._plan = generation, plan
-        self._server = socket.create_server((host, 0), family=_family(host))
+        self._server = socket.create_server((host, 0), family=family_of(host))
         self.host, self.port = self._server.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -285,5 +285,6 @@ def _as_loss() -> Iterator[None]:
         raise WeightSyncError("the sender is gone: its process or its host died, or it closed the group") from error
 
 
-def _family(host: str) -> socket.AddressFamily:
+def family_of(host: str) -> socket.AddressFamily:
+    """IPv4 or IPv6, for an address or a name. Raises OSError or UnicodeError where it is none."""
     return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from counterflow.actors import environments
 from counterflow.actors.calculator import Calculator, calculate
-from counterflow.actors.environments import Step, chat_message, resolve_environment
+from counterflow.actors.environments import EnvironmentLoop, Step, chat_message, resolve_environment
 from counterflow.actors.episodes import Episode, Player
 from counterflow.actors.generation import Completion
 from counterflow.actors.reward_process import Scored
@@ -24,7 +25,7 @@ from counterflow.actors.scoring import Scoring
 from counterflow.actors.tasks import Prompt
 from counterflow.buffer.trajectory import VersionSpan
 from counterflow.configs.schema import RunConfig
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, RunFailed
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -192,7 +193,11 @@ def test_failing_environment_takes_its_group_with_it(failure: Exception | None, 
         ("nothing", "step of calculator returned str, not a Step"),
         (Step((-4,)), "token ids that the tokenizer does not have"),
         (Step((10**6,)), "token ids that the tokenizer does not have"),
-        (Step((1.5,)), "token ids that the tokenizer does not have"),  # type: ignore[arg-type]
+        (lambda: Step((1.5,)), "token ids must be whole numbers, not (1.5,)"),  # type: ignore[arg-type]
+        (lambda: Step(5), "token ids must be whole numbers, not 5"),  # type: ignore[arg-type]
+        (lambda: Step(reward=None), "reward must be a number, not None"),  # type: ignore[arg-type]
+        (Step(reward=1e308), "add up to no finite number"),
+        (TimeoutError("a tool"), "step of calculator raised RuntimeError: TimeoutError: a tool"),
         (SystemExit(1), "step of calculator raised RuntimeError: SystemExit: 1"),
         (asyncio.CancelledError(), "step of calculator raised RuntimeError: CancelledError"),
     ],
@@ -202,6 +207,8 @@ def test_environment_that_answers_nonsense_ends_the_run(answer: Any, words: str)
         async def step(self, turn_token_ids: Sequence[int]) -> Step:
             if isinstance(answer, BaseException):
                 raise answer
+            if callable(answer):
+                return answer()  # type: ignore[no-any-return]
             return answer  # type: ignore[no-any-return]
 
     sides = iter([Babbles(), Says(Step((), 1.0, done=True))])
@@ -209,22 +216,71 @@ def test_environment_that_answers_nonsense_ends_the_run(answer: Any, words: str)
     assert (fine.reward, fine.error) == (1.0, "") and failed.reward is None and words in failed.error
 
 
-def test_environment_that_blocks_its_loop_blocks_its_actor() -> None:
-    class Blocks(Says):
-        async def step(self, turn_token_ids: Sequence[int]) -> Step:
-            time.sleep(1)  # noqa: ASYNC251
-            return Step(done=True)
+class Blocks(Says):
+    """Keeps its thread until the test lets it go."""
 
-    async def both() -> tuple[Episode, int]:
-        playing = asyncio.create_task(player(Blocks()).decode_greedily(Script([1, 2]), PROMPT))  # type: ignore[arg-type]
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.begun = 0
+
+    async def step(self, turn_token_ids: Sequence[int]) -> Step:
+        self.begun += 1
+        self.go.wait(60)
+        return Step(done=True)
+
+
+def test_environment_that_blocks_its_thread_blocks_its_actor_or_others() -> None:
+    blocks = Blocks()
+    sides = [blocks, Says(Step((), 1.0, done=True))]
+    made = player(lambda _: sides.pop(0))
+
+    async def one_after_the_other() -> tuple[Episode, Episode, int]:
+        playing = asyncio.create_task(made.decode_greedily(Script([1, 2]), PROMPT))  # type: ignore[arg-type]
         beats = 0
         while not playing.done():
             await asyncio.sleep(0.01)
             beats += 1
-        return await playing, beats
+        return await playing, await made.decode_greedily(Script([1, 2]), PROMPT), beats  # type: ignore[arg-type]
 
-    episode, beats = asyncio.run(both())
-    assert episode.reward is None and "step of calculator did not answer" in episode.error and beats > 3
+    failed, fine, beats = asyncio.run(one_after_the_other())
+    blocks.go.set()
+    assert failed.reward is None and "step of calculator did not answer" in failed.error and beats > 3
+    assert (fine.reward, fine.error) == (1.0, "")
+
+
+def test_call_that_was_given_up_in_the_queue_is_made_all_the_same() -> None:
+    loop, blocks, calls = EnvironmentLoop(), Blocks(), []
+    thread = loop._threads[0]
+
+    async def counted() -> None:
+        calls.append(1)
+
+    async def both() -> list[Any]:
+        answers = loop.answer(lambda: blocks.step([]), 0.05), loop.answer(counted, 0.05)
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    assert [type(answer) for answer in asyncio.run(both())] == [TimeoutError, TimeoutError]
+    blocks.go.set()
+    thread.join(60)
+    assert not thread.is_alive() and not calls
+
+
+def test_environments_block_threads_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "_MOST_BLOCKED", 1)
+    monkeypatch.setattr(environments, "_ROUND_TRIP_S", 0.05)
+    blocks = Blocks()
+    made = player(lambda _: blocks)
+    with pytest.raises(RunFailed, match="task.environment keeps 2 threads of one actor from going on"):
+        asyncio.run(made.sample(Script([1, 2]), PROMPT, 0))  # type: ignore[arg-type]
+        asyncio.run(made.sample(Script([1, 2]), PROMPT, 0))  # type: ignore[arg-type]
+    blocks.go.set()
+
+
+def test_token_behind_a_gap_in_the_vocabulary_is_refused() -> None:
+    tokenizer = merging_tokenizer()
+    tokenizer.get_vocab = lambda: {"a": 0, "b": 99}  # type: ignore[method-assign]
+    assert Player(player(Says())._config, tokenizer)._last_id == 99
 
 
 def test_two_turns_share_their_seed() -> None:

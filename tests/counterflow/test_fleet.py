@@ -36,7 +36,7 @@ class Actor:
     def __init__(self, world: World, index: int, place: int) -> None:
         self.world, self.index, self.place = world, index, place
         self.dead = self.left = self.begun = False
-        self.version = 0
+        self.version, self.refusal = 0, world.refusal
 
     def __getattr__(self, name: str) -> Call:
         async def answer(*arguments: Any) -> Any:
@@ -51,6 +51,8 @@ class Actor:
     def alive(self) -> None:
         if self.dead:
             raise ray.exceptions.RayActorError()
+        if self.refusal:
+            raise ray.exceptions.RayError(self.refusal)
 
     def on_start(self, layout: object) -> set[Any]:
         return set()
@@ -100,7 +102,7 @@ class World:
     """A learner, room for actors, and the fleet between them."""
 
     def __init__(self, pace: Any, restarts: int = 1000) -> None:
-        self.pace, self.version = pace, 0
+        self.pace, self.version, self.refusal = pace, 0, ""
         self.actors: list[Actor] = []
         self.reserved: set[int] = set()
         self.telemetry = Telemetry()
@@ -161,7 +163,13 @@ def kill(monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(actor: Actor, no_restart: bool) -> None:
         actor.dead = True
 
+    async def to_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+        await asyncio.sleep(0)
+        return function(*arguments)
+
     monkeypatch.setattr(ray, "kill", kill)
+    # A history takes the same course each time.
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
 
 
 OPERATIONS = st.lists(
@@ -239,6 +247,20 @@ def test_one_of_two_that_is_not_replaced_ends_the_run(pace: Any) -> None:
     assert ends == [] and world.fleet.serving == [1] and "the run goes on with 1" in world.telemetry.notes[-1]
     waited = DeadlineExceeded("the learner", "groups", 3.0)
     assert world.fleet.blamed(waited) is waited
+
+
+@given(pace=st.data())
+def test_actor_that_says_why_it_cannot_begin_ends_the_run(pace: Any) -> None:
+    async def scenario() -> None:
+        world = World(pace, restarts=1)
+        await world.fleet.start(None)  # type: ignore[arg-type]
+        await world.fleet.begin()
+        world.refusal = "The actor died.\ncounterflow.errors.BufferUnavailable: there is no such file of certificates"
+        world.fleet.resize(3)
+        await world.settle()
+        assert world.fleet.serving == [0, 1] and "no such file of certificates" in world.telemetry.notes[-1]
+
+    asyncio.run(scenario())
 
 
 @given(pace=st.data())

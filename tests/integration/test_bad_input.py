@@ -61,6 +61,7 @@ def refused(
     [
         (["weight_sync.transport=nccl"], "learner.gpus and actors.gpus"),
         (["weight_sync.transport=carrier_pigeon"], "weight_sync.transport"),
+        (["weight_sync.transport=disk", "weight_sync.folder=/proc/x"], "weight_sync.folder /proc/x cannot be written"),
         (["weight_sync.folder=/tmp/weights"], "read by weight_sync.transport=disk alone"),
         (["weight_sync.recompute=false", "weight_sync.in_flight=abort"], "weight_sync.recompute=false has no effect"),
         (["weight_sync.canary_limit=0"], "weight_sync.canary_limit"),
@@ -94,7 +95,8 @@ def test_misspelt_key_is_ignored(refused: Callable[..., str]) -> None:
         ("learner.lora.targets=['lm_head']", ["learner.lora.targets", "lm_head", "output layer"]),
         ("learner.lora.rank=1000000000000", ["learner.lora.rank", "4096"]),
         ("learner.lora.alpha=1e300", ["learner.lora.alpha", "1000000"]),
-        ("weight_sync.host=256.1.1.1", ["weight_sync.host 256.1.1.1"]),
+        ("weight_sync.host=192.0.2.77", ["weight_sync.host 192.0.2.77 is no address of this host"]),
+        ("weight_sync.host=a..b", ["weight_sync.host a..b is no address of this host"]),
         ("learner.offload=optimizer", ["learner.offload=optimizer", "zero1, zero2 or zero3"]),
     ],
 )
