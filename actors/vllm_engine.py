@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import tempfile
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -41,8 +43,11 @@ class VllmEngine:
     again (`weight_sync.in_flight`); no new one meets key-value cache of older weights.
     """
 
-    def __init__(self, llm: AsyncLLM, config: RunConfig) -> None:
+    def __init__(
+        self, llm: AsyncLLM, config: RunConfig, sockets: tempfile.TemporaryDirectory[str] | None = None
+    ) -> None:
         self._llm = llm
+        self._sockets = sockets
         self._request_ids = itertools.count()
         self._open = asyncio.Event()
         self._open.set()
@@ -87,7 +92,10 @@ class VllmEngine:
             generation_config="vllm",
             disable_log_stats=True,
         )
-        engine = cls(AsyncLLM.from_engine_args(arguments), config)
+        # vLLM leaves its processes' sockets where it made them.
+        sockets = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
+        os.environ["VLLM_RPC_BASE_PATH"] = sockets.name
+        engine = cls(AsyncLLM.from_engine_args(arguments), config, sockets)
         await engine._llm.update_weight_version("0")
         return engine
 
@@ -195,8 +203,10 @@ class VllmEngine:
         await self._while_alive(self._llm.is_paused())
 
     def shutdown(self) -> None:
-        """End the engine's processes."""
+        """End the engine's processes, and remove their sockets."""
         self._llm.shutdown(timeout=1.0)
+        if self._sockets is not None:
+            self._sockets.cleanup()
 
     async def _generate(self, prompt_token_ids: Sequence[int], parameters: SamplingParams) -> list[Completion]:
         while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from counterflow.cluster import call
+from counterflow.calls import call
 from counterflow.configs.schema import RunConfig
 from counterflow.fleet import Fleet
 from counterflow.recorder import wilson

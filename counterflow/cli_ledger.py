@@ -21,6 +21,7 @@ from rich.table import Table
 
 from counterflow.cli_inspect import printable
 from counterflow.errors import BufferUnavailable, ConfigError, first_line
+from counterflow.locks import RUN, is_held
 from counterflow.place import read_config, read_place
 from counterflow.records import Ledger
 from counterflow.summary import read_outcome
@@ -109,6 +110,8 @@ def _read(folder: Path, *, embedded: bool) -> tuple[Ledger, str]:
         # An embedded server ends with its run: that it is silent says nothing.
         why = "" if embedded and status == "completed" else f" (its server was not read: {_short(trouble)})"
         return written, f"the summary that it wrote{why}"
+    if place is None and is_held(folder / RUN):
+        raise ConfigError(f"{folder}: the run is only starting, nothing has been generated yet: ask again later")
     raise ConfigError(f"{folder}: the run left no ledger, and its server does not tell it: {first_line(trouble)}")
 
 
@@ -130,9 +133,7 @@ def _ask(address: Address, run_id: str, where: str) -> Ledger:
             f"what {where} holds of run {run_id} is no ledger: see who else writes there"
         ) from error
     if not found.generated:
-        raise BufferUnavailable(
-            f"{where} does not know run {run_id}: it was removed there, or ended before its first group"
-        )
+        raise BufferUnavailable(f"{where} does not know run {run_id}: it was removed there, or has no group yet")
     return found
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from counterflow.actors.rollout import ActorState
-from counterflow.cluster import call
+from counterflow.calls import call
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import CounterflowError, DeadlineExceeded, PlacementError, ProcessDied, RunFailed, first_line
 from counterflow.room import Room

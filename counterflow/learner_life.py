@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from counterflow.cluster import call
+from counterflow.calls import call
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import CounterflowError, LearnerDied, ProcessDied
 from counterflow.learner.learner import Standing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from counterflow.cluster import call
+from counterflow.calls import call
 from counterflow.records import Interval
 from counterflow.telemetry import Telemetry
 from counterflow.weight_sync.fingerprint import Fingerprints

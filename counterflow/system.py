@@ -21,8 +21,9 @@ from counterflow.buffer.connection import Address, discover
 from counterflow.buffer.server import EmbeddedServer
 from counterflow.buffer.store import expire_leases, finish, forget, read_ledger
 from counterflow.buffer.trajectory import Origin
+from counterflow.calls import as_failure, call
 from counterflow.checks import Checks
-from counterflow.cluster import Cluster, as_failure, bundles, call, connect
+from counterflow.cluster import Cluster, bundles, connect
 from counterflow.configs.schema import RunConfig
 from counterflow.display import Display
 from counterflow.drops import DropWatch

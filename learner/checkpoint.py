@@ -176,10 +176,10 @@ def checkpoint_path(folder: Path, version: int) -> Path:
 
 
 def read_manifest(path: Path, origin: Origin, config: RunConfig) -> Manifest:
-    """What a checkpoint is of, if it is one of this run.
+    """What a checkpoint is of, if it is one of this run and whole: every file is read.
 
     Raises:
-        ConfigError: it is of another model, run, configuration or format, or damaged.
+        ConfigError: it is of another model, run, configuration or format; a file is missing, cut short or damaged.
     """
     manifest = read_json(path / _MANIFEST, Manifest, _mend(path))
     if manifest is None:
@@ -194,15 +194,6 @@ def read_manifest(path: Path, origin: Origin, config: RunConfig) -> Manifest:
             )
     if keys := differing_keys(yaml.safe_load(manifest.config), yaml.safe_load(dump(config))):
         raise ConfigError(f"{path} was made under another configuration, which differs in {', '.join(keys)}")
-    return manifest
-
-
-def load_checkpoint(path: Path, manifest: Manifest, state: TrainerState) -> TrainerState:
-    """The state that was saved, read into the tensors of `state`, which say what is expected.
-
-    Raises:
-        ConfigError: a file is missing, cut short or damaged, or of another shape; nothing was read then.
-    """
     for name, (size, checksum) in manifest.files.items():
         try:
             there = (path / name).stat().st_size
@@ -212,6 +203,15 @@ def load_checkpoint(path: Path, manifest: Manifest, state: TrainerState) -> Trai
                 raise ConfigError(f"{path / name} is damaged (its checksum does not fit): {_mend(path)}")
         except OSError as error:
             raise ConfigError(f"{path / name} cannot be read ({error.strerror or error}): {_mend(path)}") from error
+    return manifest
+
+
+def load_checkpoint(path: Path, manifest: Manifest, state: TrainerState) -> TrainerState:
+    """The state that was saved, read into the tensors of `state`, which say what is expected.
+
+    Raises:
+        ConfigError: it holds other tensors, or ones of another shape; nothing was read then.
+    """
     tensors = dict(state.tensors)
     try:
         with warnings.catch_warnings():
@@ -219,7 +219,10 @@ def load_checkpoint(path: Path, manifest: Manifest, state: TrainerState) -> Trai
             warnings.simplefilter("ignore", UserWarning)
             load(tensors, storage_reader=_Reader(path), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"{path} does not fit the model ({_cause(error)}): {_mend(path)}") from error
+        raise ConfigError(
+            f"{path} does not fit what is to be trained ({_cause(error)}): leave out what changes its tensors, or "
+            "begin with --checkpoint 0, the model itself"
+        ) from error
     return TrainerState(tensors, manifest.values)
 
 

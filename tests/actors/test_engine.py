@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,11 @@ def score(model: torch.nn.Module, token_ids: np.ndarray, temperature: float) -> 
         logprobs = torch.log_softmax(model(ids).logits.float() / temperature, -1)
     at = len(PROMPT)
     return logprobs[0, at - 1 : -1].gather(-1, ids[0, at:, None]).squeeze(-1).numpy()
+
+
+def sockets() -> list[Path]:
+    folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
+    return list(folder.iterdir()) if folder.exists() else []
 
 
 def test_token_carries_a_version_that_did_not_sample_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +83,7 @@ def test_token_carries_a_version_that_did_not_sample_it(tiny_model: Path, monkey
             # New requests for the same prompt, whose blocks an older version may have left in the prefix cache.
             return done, await engine.sample(PROMPT)
         finally:
+            assert sockets()
             engine.shutdown()
 
     try:
@@ -84,6 +91,7 @@ def test_token_carries_a_version_that_did_not_sample_it(tiny_model: Path, monkey
     finally:
         publisher.close()
 
+    assert not sockets()
     assert all(completion.finish_reason in {"stop", "length"} for completion in done)
     assert {span.version for completion in after for span in completion.version_spans} == {UPDATES}
     assert any(len(completion.version_spans) > 1 for completion in done)

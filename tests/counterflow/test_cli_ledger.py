@@ -22,6 +22,7 @@ from counterflow.buffer.store import Keys, read_ledger
 from counterflow.buffer.trajectory import Origin
 from counterflow.cli import app
 from counterflow.errors import ConfigError
+from counterflow.locks import RUN, hold
 from counterflow.place import Place, write_place
 from counterflow.records import Ledger
 
@@ -105,6 +106,13 @@ def test_folder_that_is_no_run_gives_a_traceback(tmp_path: Path, run_folder: Pat
     with pytest.raises(ConfigError, match="is no run folder"):
         CliRunner().invoke(app, ["ledger", str(tmp_path)], catch_exceptions=False)
     with pytest.raises(ConfigError, match="left no ledger"):
+        CliRunner().invoke(app, ["ledger", str(run_folder)], catch_exceptions=False)
+
+
+def test_run_that_is_starting_has_ended(run_folder: Path) -> None:
+    lock = hold(run_folder / RUN)
+    assert lock is not None
+    with lock, pytest.raises(ConfigError, match="only starting"):
         CliRunner().invoke(app, ["ledger", str(run_folder)], catch_exceptions=False)
 
 

@@ -236,6 +236,7 @@ def lost(pace: Any, count: int) -> tuple[World, list[str]]:
             await world.settle()
         except RunFailed as error:
             ends.append(str(error))
+        await world.fleet.close()
 
     asyncio.run(scenario())
     return world, ends

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import ray.exceptions
 
-from counterflow.cluster import call
+from counterflow.calls import call
 from counterflow.errors import BufferUnavailable, ConfigError, CounterflowError, ProcessDied, WeightSyncError
 
 # Of Ray 2.60, shortened.
