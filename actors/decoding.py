@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from counterflow.actors.generation import Completion
 from counterflow.buffer.trajectory import spans
-from counterflow.configs.schema import SamplingSection
+from counterflow.configs.generation import SamplingSection
 
 End = Callable[[list[int]], str | None]
 """Why a response ends with the last of these tokens, its own; None where it goes on."""

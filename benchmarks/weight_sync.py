@@ -28,7 +28,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from counterflow.cluster import process_environment
-from counterflow.configs.schema import RunConfig, WeightSyncSection
+from counterflow.configs.schema import RunConfig
+from counterflow.configs.weight_sync import WeightSyncSection
 from counterflow.weight_sync.buckets import checksum, largest_bytes, packed, plan
 from counterflow.weight_sync.delivery import update
 from counterflow.weight_sync.fingerprint import Fingerprints

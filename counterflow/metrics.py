@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from counterflow.configs.schema import MetricsSection
+from counterflow.configs.run import MetricsSection
 from counterflow.errors import ConfigError
 from counterflow.families import (
     BY_LENGTH,

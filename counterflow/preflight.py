@@ -28,7 +28,8 @@ from counterflow.buffer.fitness import check_server
 from counterflow.buffer.trajectory import Origin
 from counterflow.cluster import Node, bundles, check_room
 from counterflow.configs import dump
-from counterflow.configs.schema import ModelSection, RunConfig
+from counterflow.configs.run import ModelSection
+from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError, first_line
 from counterflow.learner.lora import adapt
 from counterflow.learner.objective_choice import check_objective

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from counterflow.configs.schema import LoraSection, RunConfig
+from counterflow.configs.learner import LoraSection
+from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError, WeightSyncError, first_line
 from counterflow.weight_sync.adapter import Adapter, merged
 

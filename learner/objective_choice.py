@@ -9,7 +9,8 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from counterflow.configs.schema import KLSection, RunConfig
+from counterflow.configs.objective import KLSection
+from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError
 from counterflow.learner.objective.audit import NEAR, Run, audit
 from counterflow.learner.objective.row_words import LEGEND

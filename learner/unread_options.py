@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from counterflow.configs.schema import ObjectiveSection, Section
+from counterflow.configs.objective import ObjectiveSection
+from counterflow.configs.section import Section
 
 _CLIPPED = ("ppo", "cispo", "gspo", "sequence_mask")
 _CAPPED = ("truncated", "masked", "decoupled_ppo", "topr", "vtrace")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from counterflow.configs.schema import WeightSyncSection
+from counterflow.configs.weight_sync import WeightSyncSection
 from counterflow.weight_sync.collective import Sender
 from counterflow.weight_sync.collective_receiver import Receiver
 from counterflow.weight_sync.layout import Layout, lay_out

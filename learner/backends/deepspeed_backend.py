@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.configs.schema import LearnerSection
+from counterflow.configs.learner import LearnerSection
 from counterflow.errors import ConfigError
 from counterflow.learner.backends.torch_backend import adamw
 from counterflow.learner.batch import Microbatch

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from counterflow.configs.schema import LearnerSection
+from counterflow.configs.learner import LearnerSection
 from counterflow.learner.batch import Microbatch
 from counterflow.learner.logprobs import Projection
 from counterflow.learner.lora import trained_weights

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from test_metrics import make_step
 
-from counterflow.configs.schema import MetricsSection
+from counterflow.configs.run import MetricsSection
 from counterflow.metrics import Metrics
 from counterflow.records import EvaluationRecord, Ledger
 from counterflow.weight_sync.canary import Gap

@@ -10,7 +10,7 @@ from typing import Any, get_origin, get_type_hints
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from counterflow.configs.schema import MetricsSection
+from counterflow.configs.run import MetricsSection
 from counterflow.errors import ConfigError
 from counterflow.metrics import Metrics
 from counterflow.records import EvaluationRecord, Ledger, StepRecord
