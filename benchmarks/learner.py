@@ -178,7 +178,7 @@ def measure(name: str, shape: Shape, groups: list[Group], budget: int, repeats: 
 
 
 CASES = {
-    "0.8 M": (TINY, lambda: uneven_groups(32, 8, 32, TINY.vocab_size), 4096, 4),
+    "0.9 M": (TINY, lambda: uneven_groups(32, 8, 32, TINY.vocab_size), 4096, 4),
     "SmolLM2-135M": (SMOLLM2_135M, lambda: uneven_groups(2, 4, 192, SMOLLM2_135M.vocab_size), 2048, 1),
 }
 """Shape, groups, tokens of a microbatch, repeats for each that is asked."""
@@ -215,7 +215,7 @@ def waiting(steps: int) -> Row:
         path = random_model(Path(folder) / "model", TINY, "float32")
         groups = uneven_groups(32 * steps, 8, 32, TINY.vocab_size)
         share = waiting_share(configured(path, 4096, steps=steps), Path(folder) / "run", groups, steps)
-    return Row("0.8 M: share waited for a full buffer", share, MOST_WAITING, MOST_WAITING / share, "lower", 1.0)
+    return Row("0.9 M: share waited for a full buffer", share, MOST_WAITING, MOST_WAITING / share, "lower", 1.0)
 
 
 def device_rows(shape: Shape, groups: list[Group], budget: int, repeats: int, **learner: Any) -> list[Row]:

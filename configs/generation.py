@@ -20,7 +20,8 @@ class TaskSection(Section):
     path: Path | None = Field(None, description="`jsonl`: the training file.")
     heldout_path: Path | None = Field(
         None,
-        description="`jsonl`: the held-out file. Absent: `evaluation.prompts` lines of `path`, chosen by `run.seed`.",
+        description="`jsonl`: the held-out file. Absent: up to `evaluation.prompts` lines of `path`, a quarter of them "
+        "at most, chosen by `run.seed`.",
     )
     name: str | None = Field(None, description="`reasoning_gym`: the task's name, as `letter_counting`.")
     parameters: dict[str, Any] = Field(default_factory=dict, description="`reasoning_gym`: the task's own parameters.")
@@ -113,8 +114,8 @@ class ActorsSection(Section):
     max_restarts: int = Field(
         3,
         ge=0,
-        description="How often, in a run, an actor that died or got no weights is replaced by a new one. Past it the "
-        "run goes on without, to the last actor.",
+        description="How often an actor that died or got no weights is replaced by a new one, counted anew where the "
+        "learner is begun again. Past it the run goes on without, to the last actor.",
     )
     heartbeat_timeout_s: PositiveSeconds = Field(
         60.0,

@@ -15,9 +15,13 @@ _FREE_KEYS = frozenset(
         *(f"buffer.{name}" for name in ("url", "capacity_groups", "capacity_bytes", "archive_segment_bytes")),
         *(f"buffer.{name}_timeout_s" for name in ("connect", "outage")),
         # The last bits of a sum may change with these, and nothing else.
-        *(f"learner.{name}" for name in ("ranks", "backend", "cpus", "gpus", "max_restarts", "max_skipped_steps")),
+        *(
+            f"learner.{name}"
+            for name in ("ranks", "backend", "offload", "cpus", "gpus", "max_restarts", "max_skipped_steps")
+        ),
         *(f"learner.{name}" for name in ("microbatch_tokens", "packing", "activation_checkpointing")),
         "model.trust_remote_code",
+        "task.environment_timeout_s",
     }
 )
 

@@ -22,7 +22,7 @@ class WeightSyncSection(Section):
     in_flight: Literal["keep", "wait", "abort"] = Field(
         "keep",
         description="What an update does to responses that are being sampled: `keep` goes on with them under the new "
-        "weights, `wait` lets them end first, `abort` samples them again from the start.",
+        "weights, `wait` lets them end first, `abort` samples them again from the start (of their turn).",
     )
     recompute: bool = Field(
         True,

@@ -1,4 +1,4 @@
-"""The live view of a run: a table on a terminal, one plain line a step elsewhere.
+"""The live view of a run: a table on a terminal, plain lines, one a second at most, elsewhere.
 
 In: records and notes as they happen. Out: text on the console, and never an exception: a run outlives its display.
 """

@@ -1,6 +1,6 @@
 """The actors of a run: started, made receivers of weights, watched, replaced when they die, more or fewer when asked.
 
-Handles of Ray actors are held here and nowhere else. Lives in the supervisor's loop.
+Their handles are held here and nowhere else. Lives in the supervisor's loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The learner: takes batches of groups from the buffer, makes one policy version after the other, stages them for sync.
 
-Rank 0 of one or several. Groups flow in through a `Consumer`; step records, and weights in shared memory, flow out.
+Rank 0 of one or several. Groups flow in through a `Consumer`; step records, and weights on their way, flow out.
 """
 
 from __future__ import annotations

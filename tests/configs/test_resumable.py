@@ -41,3 +41,14 @@ def test_learning_rate_falls_anew_after_a_resume(schedule: str) -> None:
 def test_free_key_is_none_of_the_schema() -> None:
     known = set(_known_keys())
     assert known >= _FREE_KEYS and known >= set(_FREE_SECTIONS)
+
+
+def test_timeout_binds_a_resumed_run() -> None:
+    timeouts = {key for key in _known_keys() if key.endswith("timeout_s")}
+    assert len(timeouts) > 5
+    assert {key for key in timeouts if key.partition(".")[0] not in _FREE_SECTIONS} <= _FREE_KEYS
+
+
+def test_offload_binds_a_resumed_run_to_its_backend() -> None:
+    offloaded = plain("learner.ranks=2", "learner.backend=zero2", "learner.offload=optimizer")
+    assert differing_keys(offloaded, plain()) == []
