@@ -34,6 +34,7 @@ from counterflow.weight_sync.receiver import BACKEND, WORKER_EXTENSION
 Answer = TypeVar("Answer")
 
 _PULSE_S = 0.2
+_SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 class VllmEngine:
@@ -93,9 +94,16 @@ class VllmEngine:
             disable_log_stats=True,
         )
         # vLLM leaves its processes' sockets where it made them.
-        sockets = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
-        os.environ["VLLM_RPC_BASE_PATH"] = sockets.name
-        engine = cls(AsyncLLM.from_engine_args(arguments), config, sockets)
+        folder = os.environ.get(_SOCKETS)
+        sockets = tempfile.TemporaryDirectory(prefix="vllm-", dir=folder, ignore_cleanup_errors=True)
+        os.environ[_SOCKETS] = sockets.name
+        try:
+            engine = cls(AsyncLLM.from_engine_args(arguments), config, sockets)
+        finally:
+            # The engine's processes have it by now.
+            del os.environ[_SOCKETS]
+            if folder is not None:
+                os.environ[_SOCKETS] = folder
         await engine._llm.update_weight_version("0")
         return engine
 
@@ -204,9 +212,10 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         """End the engine's processes, and remove their sockets."""
-        self._llm.shutdown(timeout=1.0)
+        # First, since nobody may wait for the rest: what is connected stays so.
         if self._sockets is not None:
             self._sockets.cleanup()
+        self._llm.shutdown(timeout=1.0)
 
     async def _generate(self, prompt_token_ids: Sequence[int], parameters: SamplingParams) -> list[Completion]:
         while True:

@@ -1,8 +1,8 @@
 """Admission: which groups may start, as pure functions that live runs and the simulator share.
 
 Group n (n = 0, 1, 2, ...) is trained by step floor(n / B) or earlier, in admission order. It may start only when
-floor(n / B) <= version + max_lag, so that none of its tokens is more than max_lag versions old when it is trained; a
-group that several steps use, earlier still.
+floor(n / B) <= version + max_lag, so that none of its tokens is more than max_lag versions old when it is trained.
+With several uses the last one counts: u * floor(n / B) + u - 1 <= version + max_lag, for u uses.
 That holds for each actor by the version that it serves, also where a lease ran out and the group is started again.
 """
 

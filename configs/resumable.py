@@ -11,6 +11,7 @@ _FREE_KEYS = frozenset(
         *(f"run.{name}" for name in ("folder", "name", "overwrite", "ray_address", "pin_cores")),
         *(f"run.{name}_timeout_s" for name in ("placement", "start", "step")),
         *(f"reward.{name}" for name in ("timeout_s", "workers", "memory_bytes")),
+        "task.environment_timeout_s",
         *(f"admission.{name}" for name in ("lease_s", "attempts")),
         *(f"buffer.{name}" for name in ("url", "capacity_groups", "capacity_bytes", "archive_segment_bytes")),
         *(f"buffer.{name}_timeout_s" for name in ("connect", "outage")),
@@ -21,7 +22,6 @@ _FREE_KEYS = frozenset(
         ),
         *(f"learner.{name}" for name in ("microbatch_tokens", "packing", "activation_checkpointing")),
         "model.trust_remote_code",
-        "task.environment_timeout_s",
     }
 )
 

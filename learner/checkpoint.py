@@ -14,7 +14,8 @@ import shutil
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -176,10 +177,10 @@ def checkpoint_path(folder: Path, version: int) -> Path:
 
 
 def read_manifest(path: Path, origin: Origin, config: RunConfig) -> Manifest:
-    """What a checkpoint is of, if it is one of this run and whole: every file is read.
+    """What a checkpoint is of, if it is one of this run, with every file of its length. What they hold is not read.
 
     Raises:
-        ConfigError: it is of another model, run, configuration or format; a file is missing, cut short or damaged.
+        ConfigError: it is of another model, run, configuration or format; a file is missing or cut short.
     """
     manifest = read_json(path / _MANIFEST, Manifest, _mend(path))
     if manifest is None:
@@ -194,15 +195,10 @@ def read_manifest(path: Path, origin: Origin, config: RunConfig) -> Manifest:
             )
     if keys := differing_keys(yaml.safe_load(manifest.config), yaml.safe_load(dump(config))):
         raise ConfigError(f"{path} was made under another configuration, which differs in {', '.join(keys)}")
-    for name, (size, checksum) in manifest.files.items():
-        try:
-            there = (path / name).stat().st_size
-            if there != size:
+    for name, (size, _) in manifest.files.items():
+        with _naming(path / name):
+            if (there := (path / name).stat().st_size) != size:
                 raise ConfigError(f"{path / name} has {there:,} of {size:,} bytes: {_mend(path)}")
-            if _checksum(path / name) != checksum:
-                raise ConfigError(f"{path / name} is damaged (its checksum does not fit): {_mend(path)}")
-        except OSError as error:
-            raise ConfigError(f"{path / name} cannot be read ({error.strerror or error}): {_mend(path)}") from error
     return manifest
 
 
@@ -210,8 +206,12 @@ def load_checkpoint(path: Path, manifest: Manifest, state: TrainerState) -> Trai
     """The state that was saved, read into the tensors of `state`, which say what is expected.
 
     Raises:
-        ConfigError: it holds other tensors, or ones of another shape; nothing was read then.
+        ConfigError: a file cannot be read or is damaged, or it holds other tensors, or ones of another shape.
     """
+    for name, (_, checksum) in manifest.files.items():
+        with _naming(path / name):
+            if _checksum(path / name) != checksum:
+                raise ConfigError(f"{path / name} is damaged (its checksum does not fit): {_mend(path)}")
     tensors = dict(state.tensors)
     try:
         with warnings.catch_warnings():
@@ -219,11 +219,22 @@ def load_checkpoint(path: Path, manifest: Manifest, state: TrainerState) -> Trai
             warnings.simplefilter("ignore", UserWarning)
             load(tensors, storage_reader=_Reader(path), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        # torch's words for a missing tensor and for another shape; all else is not the configuration's fault.
+        if not isinstance(_first_failure(error), RuntimeError | ValueError):
+            raise ConfigError(f"{path} cannot be read ({_cause(error)}): {_mend(path)}") from error
         raise ConfigError(
             f"{path} does not fit what is to be trained ({_cause(error)}): leave out what changes its tensors, or "
             "begin with --checkpoint 0, the model itself"
         ) from error
     return TrainerState(tensors, manifest.values)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): {_mend(path.parent)}") from error
 
 
 def _mend(path: Path) -> str:
@@ -277,10 +288,13 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _first_failure(error: BaseException) -> BaseException:
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
 def _cause(error: BaseException) -> str:
     """What went wrong on the first rank."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
+    error = _first_failure(error)
     reason = error.strerror if isinstance(error, OSError) else None
     return reason or first_line(error)
 

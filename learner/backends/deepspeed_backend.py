@@ -122,12 +122,19 @@ class DeepSpeedBackend:
         for name, parameter in self.policy.model.state_dict(keep_vars=True).items():
             with self._whole(parameter):
                 self._note(found["model"], name, parameter)
-        if (flat := next(iter(self.optimizer.state), None)) is not None:
-            for name, parameter in self.policy.model.named_parameters():
-                moments = found["optimizer"].setdefault(name, {}) if self._first else {}
-                self._note(moments, "step", self.optimizer.state[flat]["step"])
+        flat = next(iter(self.optimizer.state), None)
+        for name, parameter in self.policy.model.named_parameters():
+            moments = found["optimizer"].setdefault(name, {}) if self._first else {}
+            if flat is None:
+                # DeepSpeed has none before the first step, and what a checkpoint is read into must have a place for it.
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                self._note(moments, "step", torch.tensor(0.0))
                 for key in _MOMENTS:
-                    self._note(moments, key, self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key))
+                    self._note(moments, key, torch.zeros(shape))
+                continue
+            self._note(moments, "step", self.optimizer.state[flat]["step"])
+            for key in _MOMENTS:
+                self._note(moments, key, self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key))
         return found
 
     def load_state(self, state: Mapping[str, Any]) -> None:

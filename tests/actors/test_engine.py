@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +33,23 @@ def score(model: torch.nn.Module, token_ids: np.ndarray, temperature: float) -> 
     return logprobs[0, at - 1 : -1].gather(-1, ids[0, at:, None]).squeeze(-1).numpy()
 
 
-def sockets() -> list[Path]:
-    folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
-    return list(folder.iterdir()) if folder.exists() else []
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short one: the path of a socket has 107 bytes at most."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
 
 
-def test_token_carries_a_version_that_did_not_sample_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def sockets(folder: Path) -> list[Path]:
+    return [path for inner in folder.iterdir() for path in inner.iterdir()]
+
+
+def test_token_carries_a_version_that_did_not_sample_it(
+    tiny_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in process_environment(cpus=1, gpus=0).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(folder))
     from counterflow.actors.generation import Completion
     from counterflow.actors.vllm_engine import VllmEngine
 
@@ -81,9 +92,10 @@ def test_token_carries_a_version_that_did_not_sample_it(tiny_model: Path, monkey
                 await update(engine, publisher.prepare(staged, ["actor 0"]), known(publisher.send(staged)))
             await asyncio.gather(*load)
             # New requests for the same prompt, whose blocks an older version may have left in the prefix cache.
-            return done, await engine.sample(PROMPT)
+            after = await engine.sample(PROMPT)
+            assert sockets(folder)
+            return done, after
         finally:
-            assert sockets()
             engine.shutdown()
 
     try:
@@ -91,7 +103,7 @@ def test_token_carries_a_version_that_did_not_sample_it(tiny_model: Path, monkey
     finally:
         publisher.close()
 
-    assert not sockets()
+    assert not list(folder.iterdir()) and os.environ["VLLM_RPC_BASE_PATH"] == str(folder)
     assert all(completion.finish_reason in {"stop", "length"} for completion in done)
     assert {span.version for completion in after for span in completion.version_spans} == {UPDATES}
     assert any(len(completion.version_spans) > 1 for completion in done)

@@ -30,6 +30,7 @@ from counterflow.learner.checkpoint import (
 )
 from counterflow.learner.trainer import Trainer
 from counterflow.records import Ledger
+from counterflow.resume import Resumption, check_resumable
 
 ORIGIN = Origin("run", "model", "tokenizer", "{}")
 LEDGER = Ledger(
@@ -213,11 +214,21 @@ def flip(path: Path) -> None:
 def test_damaged_shard_is_loaded(copied: Path, trained: tuple[RunConfig, Trainer], name: str, damage: Any, words: str):
     damage(copied / name)
     with pytest.raises(ConfigError, match=rf"{name}.*{words}.*--checkpoint VERSION \(0, the model itself\)"):
-        read_manifest(copied, ORIGIN, trained[0])
+        load(copied, trained[0])
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_run_without_a_whole_checkpoint_is_begun(copied: Path, trained: tuple[RunConfig, Trainer], damage: Any) -> None:
+    """The supervisor looks before it opens the run's folder."""
+    run, resumption = copied.parent.parent, Resumption(ORIGIN.run_id, None, lose_branch=True)
+    check_resumable(run, trained[0], ORIGIN, resumption)
+    damage(copied / "__0_0.distcp")
+    with pytest.raises(ConfigError, match=r"__0_0.distcp.*--checkpoint VERSION"):
+        check_resumable(run, trained[0], ORIGIN, resumption)
 
 
 def test_pickle_in_a_checkpoint_may_run_code(copied: Path, trained: tuple[RunConfig, Trainer]) -> None:
-    """It comes after the checksums were seen to fit: what remains is what a pickle may name."""
+    """The checksums are made to fit: what remains is what a pickle may name."""
 
     class Trap:
         def __reduce__(self) -> Any:
@@ -225,9 +236,10 @@ def test_pickle_in_a_checkpoint_may_run_code(copied: Path, trained: tuple[RunCon
 
     manifest = read_manifest(copied, ORIGIN, trained[0])
     (copied / ".metadata").write_bytes(pickle.dumps(Trap()))
+    files = {name: sizes for name, sizes in manifest.files.items() if name != ".metadata"}
     trainer = Trainer(trained[0])
-    with pytest.raises(ConfigError, match="system has no place in the metadata"):
-        load_checkpoint(copied, manifest, trainer.state())
+    with pytest.raises(ConfigError, match=r"system has no place in the metadata.*restore it from a copy"):
+        load_checkpoint(copied, dataclasses.replace(manifest, files=files), trainer.state())
     assert not (copied.parent / "sprung").exists()
 
 

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import in_processes
+from test_checkpoint import LEDGER, ORIGIN
 from test_ranks import configured, steps
 
 from counterflow.configs.schema import RunConfig
+from counterflow.learner.checkpoint import CheckpointWriter, checkpoint_path, load_checkpoint, read_manifest
 from counterflow.learner.rank import Rank
+from counterflow.learner.trainer import TrainerState
 
 
 def weights_of(rank: Rank) -> torch.Tensor:
@@ -22,12 +25,16 @@ def go_on(number: int, config: RunConfig, begin: int, end: int, state: Path | No
     """The weights after these steps; a state is read, or written, on rank 0 alone."""
     rank = Rank(config)
     if state is not None:
-        rank.load_state(torch.load(state) if number == 0 else {})
+        expected = TrainerState(rank.state(), {})
+        path = checkpoint_path(state, 1)
+        read = load_checkpoint(path, read_manifest(path, ORIGIN, config), expected) if number == 0 else expected
+        rank.load_state(read.tensors)
     steps(rank, config, number, range(begin, end))
     if saved is not None:
         found = rank.state()
         if number == 0:
-            torch.save(found, saved)
+            writer = CheckpointWriter(saved, ORIGIN, config, 1)
+            assert writer.save(TrainerState(found, {"version": 1}), LEDGER) and writer.wait(60)
         else:
             assert not found["model"] and not found["optimizer"], "a whole model on a rank that does not save it"
     return weights_of(rank).numpy()
