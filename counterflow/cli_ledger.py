@@ -33,6 +33,10 @@ _ANSWER_TIMEOUT_S = 2.0
 _START_TIMEOUT_S = 30.0
 
 
+class _NoGroupYet(BufferUnavailable):
+    """The server answers, and has nothing of the run."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """A ledger, whence it comes, and what the archive holds beside it.
@@ -99,6 +103,8 @@ def _read(folder: Path, *, embedded: bool) -> tuple[Ledger, str]:
             return _ask(address, place.run_id, f"the server at {address.shown}"), f"its server, {address.shown}"
         except BufferUnavailable as error:
             trouble = error
+    if (place is None or isinstance(trouble, _NoGroupYet)) and is_held(folder / RUN):
+        raise ConfigError(f"{folder}: the run is only starting, nothing has been generated yet: ask again later")
     status, written = read_outcome(folder)
     if place and status != "completed" and (folder / "buffer").is_dir():
         # A run that died may have seen its server last before the end.
@@ -110,8 +116,6 @@ def _read(folder: Path, *, embedded: bool) -> tuple[Ledger, str]:
         # An embedded server ends with its run: that it is silent says nothing.
         why = "" if embedded and status == "completed" else f" (its server was not read: {_short(trouble)})"
         return written, f"the summary that it wrote{why}"
-    if place is None and is_held(folder / RUN):
-        raise ConfigError(f"{folder}: the run is only starting, nothing has been generated yet: ask again later")
     raise ConfigError(f"{folder}: the run left no ledger, and its server does not tell it: {first_line(trouble)}")
 
 
@@ -133,7 +137,7 @@ def _ask(address: Address, run_id: str, where: str) -> Ledger:
             f"what {where} holds of run {run_id} is no ledger: see who else writes there"
         ) from error
     if not found.generated:
-        raise BufferUnavailable(f"{where} does not know run {run_id}: it was removed there, or has no group yet")
+        raise _NoGroupYet(f"{where} does not know run {run_id}: it was removed there, or has no group yet")
     return found
 
 

@@ -30,10 +30,14 @@ def hold(path: Path) -> FileIO | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether another process holds the file; never where the file system knows no locks."""
+    """Whether another process holds the file; never where there are no locks, or this user may not write."""
     if not path.exists():
         return False
-    lock = hold(path)
+    try:
+        lock = hold(path)
+    except OSError:
+        # Another's folder: whoever may not write there cannot ask.
+        return False
     if lock is None:
         return True
     lock.close()

@@ -239,6 +239,10 @@ class Run:
             await self.checks.evaluate(version)
         await self.checks.compare(version)
         await self.fleet.begin()
+        seen = {evaluation.policy_version for evaluation in self.telemetry.evaluations}
+        if every and version % every == 0 and version < run.steps and version not in seen:
+            # The run died before it was evaluated.
+            await self._evaluate_beside(version, tasks)
         for step in range(version + 1, run.steps + 1):
             result = await self._step(step)
             await delivery.publish()

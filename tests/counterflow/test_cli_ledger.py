@@ -109,11 +109,15 @@ def test_folder_that_is_no_run_gives_a_traceback(tmp_path: Path, run_folder: Pat
         CliRunner().invoke(app, ["ledger", str(run_folder)], catch_exceptions=False)
 
 
-def test_run_that_is_starting_has_ended(run_folder: Path) -> None:
+@pytest.mark.parametrize("has_server", [False, True])
+def test_run_that_is_starting_has_ended(run_folder: Path, origin: Origin, has_server: bool) -> None:
     lock = hold(run_folder / RUN)
     assert lock is not None
-    with lock, pytest.raises(ConfigError, match="only starting"):
-        CliRunner().invoke(app, ["ledger", str(run_folder)], catch_exceptions=False)
+    with lock, EmbeddedServer(run_folder / "buffer", timeout_s=10) as server:
+        if has_server:
+            write_place(run_folder, Place(server.address.url, origin.run_id))
+        with pytest.raises(ConfigError, match="only starting"):
+            CliRunner().invoke(app, ["ledger", str(run_folder)], catch_exceptions=False)
 
 
 # Damaged files
