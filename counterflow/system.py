@@ -235,12 +235,11 @@ class Run:
     async def _train(self, tasks: asyncio.TaskGroup, version: int) -> None:
         """The run itself: evaluate, then step, publish and now and then evaluate, then evaluate again."""
         run, every, delivery = self.config.run, self.config.evaluation.every, self.delivery
-        if not self.telemetry.evaluations:
+        if not (evaluated := self.telemetry.evaluated):
             await self.checks.evaluate(version)
         await self.checks.compare(version)
         await self.fleet.begin()
-        seen = {evaluation.policy_version for evaluation in self.telemetry.evaluations}
-        if every and version % every == 0 and version < run.steps and version not in seen:
+        if every and 0 < version < run.steps and version % every == 0 and version not in evaluated:
             # The run died before it was evaluated.
             await self._evaluate_beside(version, tasks)
         for step in range(version + 1, run.steps + 1):

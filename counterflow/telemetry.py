@@ -54,9 +54,9 @@ class Telemetry:
         return len(self._recorder.records.steps)
 
     @property
-    def evaluations(self) -> int:
-        """Evaluations told of so far."""
-        return len(self._recorder.records.evaluations)
+    def evaluated(self) -> set[int]:
+        """The versions whose evaluation was told of."""
+        return {evaluation.policy_version for evaluation in self._recorder.records.evaluations}
 
     def note(self, text: str) -> None:
         """A line for the user."""
