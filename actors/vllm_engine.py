@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import tempfile
+import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ class VllmEngine:
         self._open = asyncio.Event()
         self._open.set()
         self.version = 0
+        self._salt = uuid.uuid4().hex
         self.restarted = 0
         """Requests that an update aborted, or let begin with older cache, and that were asked again."""
         self._in_flight = config.weight_sync.in_flight
@@ -168,6 +170,8 @@ class VllmEngine:
         with loading(version):
             await self._while_alive(self._llm.update_weight_version(str(version)))
             self.version = version
+            # Of these weights alone: a number may come again, and requests that outlived its weights left cache, too.
+            self._salt = uuid.uuid4().hex
             await self._while_alive(self._llm.resume_generation())
         self._open.set()
 
@@ -221,7 +225,7 @@ class VllmEngine:
         while True:
             await self._open.wait()
             version = self.version
-            outputs = await self._answer(prompt_token_ids, parameters, version)
+            outputs = await self._answer(prompt_token_ids, parameters, self._salt)
             # Aborted for an update, or begun after one with the cache from before it: asked again.
             if not any(output.finish_reason == "abort" or self._began_late(output, version) for output in outputs):
                 return [_completion(output) for output in outputs]
@@ -233,10 +237,10 @@ class VllmEngine:
         return not self._recompute and bool(spans) and int(spans[0].version) != version
 
     async def _answer(
-        self, prompt_token_ids: Sequence[int], parameters: SamplingParams, version: int
+        self, prompt_token_ids: Sequence[int], parameters: SamplingParams, salt: str
     ) -> list[CompletionOutput]:
-        # The salt keeps a new request from the cache that an older version left, whoever still uses that.
-        prompt = tokens_input(list(prompt_token_ids), cache_salt=str(version))
+        # The salt keeps a new request from the cache that older weights left, whoever still uses that.
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=salt)
         final = None
         try:
             async for output in self._llm.generate(prompt, parameters, f"r{next(self._request_ids)}"):

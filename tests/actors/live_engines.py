@@ -57,7 +57,8 @@ def make_model(folder: Path) -> None:
 class Learner:
     """A learner whose versions have nothing in common but the model they started from. Serves as Delivery's port."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, seed: int = 0) -> None:
+        self._seed = seed
         self._model: Any = LlamaForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
         self._first = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
         self._temperature = config.sampling.temperature
@@ -81,7 +82,7 @@ class Learner:
     def step(self) -> None:
         """Make the next version."""
         self.version += 1
-        noise = torch.Generator().manual_seed(self.version)
+        noise = torch.Generator().manual_seed(self._seed + self.version)
         self._model.load_state_dict(
             {name: first + torch.randn(first.shape, generator=noise) * 0.05 for name, first in self._first.items()}
         )

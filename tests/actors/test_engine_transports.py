@@ -72,8 +72,8 @@ def engines(model: Path, runner: asyncio.Runner) -> Iterator[Engines]:
 
 
 @asynccontextmanager
-async def learning(config: RunConfig, folder: Path) -> AsyncIterator[Learner]:
-    learner = Learner(config, folder)
+async def learning(config: RunConfig, folder: Path, seed: int = 0) -> AsyncIterator[Learner]:
+    learner = Learner(config, folder, seed)
     try:
         yield learner
     finally:
@@ -238,6 +238,24 @@ def test_new_request_meets_the_cache_of_an_older_version(
                 await learner.deliver()
                 unkept = await asker.ask(LONG)
             assert learner.worst(unkept) > 100 * CLOSE
+
+    runner.run(asyncio.wait_for(main(), WITHIN_S))
+
+
+def test_version_that_comes_again_meets_the_cache_of_its_first_weights(
+    model: Path, engines: Engines, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    config = settings(model, in_flight="keep", recompute=False)
+
+    async def main() -> None:
+        for seed in (0, 1000):
+            async with learning(config, tmp_path, seed) as learner:
+                asker = Asker(await engines.one(learner, 0, config))
+                await learner.join(name(0), asker.engine)
+                await learner.deliver()
+                answers = await asker.ask(LONG)
+                assert all(answer.versions == [1] for answer in answers)
+                assert learner.worst(answers) < CLOSE
 
     runner.run(asyncio.wait_for(main(), WITHIN_S))
 

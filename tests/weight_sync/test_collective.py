@@ -422,18 +422,26 @@ COUNT, ELEMENTS, MEMORY_BUCKET = 24, 2 << 20, 8 << 20
 """Tensors of a bucket's size, 192 MiB in all."""
 
 
+def _at_leisure(tensors: Iterator[NamedTensor], pausing: bool) -> Iterator[NamedTensor]:
+    """The tensors; with pauses, waits run out, whose code is loaded then and not while memory is measured."""
+    while (tensor := next(tensors, None)) is not None:
+        if pausing:
+            time.sleep(0.1)
+        yield tensor
+        del tensor
+
+
 def _measure_sender(pipe: Connection, layout: Layout) -> None:
     torch.set_num_threads(1)
     # Freed tensors go back to the system at once, so that none is counted twice (M_MMAP_THRESHOLD).
     ctypes.CDLL(None).mallopt(-3, 1 << 20)
     sender = Sender(layout, bucket_bytes=MEMORY_BUCKET, timeout_s=20)
-    # The first time, code is loaded.
     for version in (1, 2):
         invitation = sender.invite(["actor-0"])
         before = reset_peak()
         pipe.send(invitation)
         sender.connect()
-        sender.send(version, made_on_the_fly(COUNT, ELEMENTS, version))
+        sender.send(version, _at_leisure(made_on_the_fly(COUNT, ELEMENTS, version), version == 1))
     pipe.send(memory_bytes("VmHWM") - before)
 
 
@@ -534,7 +542,6 @@ def _measure_rank(pipe: Connection, rank: int, rendezvous: Path) -> None:
     if rank == 0:
         sender = Sender(layout, bucket_bytes=MEMORY_BUCKET, timeout_s=20)
         pipe.send(layout)
-    # The first time, code is loaded.
     for version in (1, 2):
         invitation = sender.invite(["actor-0"]) if rank == 0 else None
         before = reset_peak()
@@ -542,7 +549,7 @@ def _measure_rank(pipe: Connection, rank: int, rendezvous: Path) -> None:
         if rank == 0:
             pipe.send(invitation)
             sender.connect()
-            sender.send(version, gathered(named_weights(model)))
+            sender.send(version, _at_leisure(gathered(named_weights(model)), version == 1))
         else:
             deque(gathered(named_weights(model)), maxlen=0)
     pipe.send(memory_bytes("VmHWM") - before)
