@@ -1,42 +1,25 @@
 """Weight sync, from a version's publication until an engine serves it: by phase, and against rivals in the same run.
 
 Shared memory with a real vLLM engine, against a plain memory copy and against pickling through Ray's object store; then
-broadcast to two receivers over gloo, against a bare one. Every process has one thread. Where there is a GPU, its part
-of the NCCL path is measured, too.
+broadcast to two receivers over gloo, against a bare one. Every process has one thread. Where there are GPUs, larger
+models go from one into an engine on another (NCCL), or on the same one, against the GPU's own copy.
 """
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import os
 import statistics
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import torch
-from common import Row, Shape, command_line, compare, publish, random_model
+from common import Row, Shape, command_line, compare, publish
 from common.broadcast import RECEIVERS, broadcasts
+from common.engine_updates import PHASES, EngineUpdates, Placement
 from common.object_store import ObjectStore
-from common.timed_worker import TIMED_WORKER
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
-
-from counterflow.cluster import process_environment
-from counterflow.configs.schema import RunConfig
-from counterflow.configs.weight_sync import WeightSyncSection
-from counterflow.weight_sync.buckets import checksum, largest_bytes, packed, plan
-from counterflow.weight_sync.delivery import update
-from counterflow.weight_sync.fingerprint import Fingerprints
-from counterflow.weight_sync.layout import lay_out, named_weights
-from counterflow.weight_sync.publisher import Publisher, Shipment, StagedVersion
-from counterflow.weight_sync.slots import Slots
-from counterflow.weight_sync.transports import SharedMemory
 
 MODELS = {
     270: Shape(49_152, 576, 11, 9, 3, 1_536),
@@ -44,21 +27,16 @@ MODELS = {
 }
 """Llamas with as many megabytes of float32 parameters; the first is SmolLM2-135M with 11 of its 30 layers."""
 
+GPU_MODELS = {
+    "0.5 B": Shape(151_936, 896, 24, 14, 2, 4_864),
+    "7 B": Shape(32_000, 4_096, 32, 32, 32, 11_008),
+}
+"""Of the shapes of Qwen2.5-0.5B and Llama-2-7B, with tied embeddings."""
+
 MOST_COPIES = 3
 """What ours may take of a plain copy's time, vLLM's own loading left out."""
 MOST_BROADCASTS = 1.3
 """What a broadcast may take of a bare one's time."""
-
-PHASES = {
-    "stage": "copy into the slot: all that the learner waits for",
-    "prepare": "say where the slot is",
-    "pause": "vLLM's own, when the step that goes on has ended",
-    "transfer": "tensors handed to vLLM",
-    "load": "vLLM's own loading and repacking",
-    "proof": "fingerprints of what the engine holds",
-    "wait": "for the fingerprints of the slot, taken meanwhile",
-    "resume": "the calls between processes, resume",
-}
 
 
 @dataclass(frozen=True)
@@ -67,112 +45,36 @@ class Round:
 
     phases: dict[str, float]
     copy: float
-    object_store: float
+    object_store: float = 0.0
 
     @property
     def stall(self) -> float:
         """For how long the engine samples nothing."""
-        return sum(self.phases.values()) - self.phases["stage"] - self.phases["prepare"]
+        return self.whole - self.phases["stage"] - self.phases["prepare"]
+
+    @property
+    def whole(self) -> float:
+        """From publication until the engine has resumed."""
+        return sum(self.phases.values())
 
     @property
     def ours(self) -> float:
-        """From publication until the engine has resumed, without what vLLM does with the tensors."""
-        return sum(self.phases.values()) - self.phases["load"]
-
-
-class Update:
-    """An engine that is brought one version after the other through shared memory."""
-
-    def __init__(self, folder: Path, shape: Shape) -> None:
-        path = random_model(folder / "model", shape, "float32")
-        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.layout = lay_out(named_weights(self._model), torch.float32)
-        slots = Slots(self.layout)
-        self._publisher = Publisher(slots, SharedMemory(slots))
-        self._runner = asyncio.Runner()
-        self._version = 0
-        os.environ.update(process_environment(cpus=1, gpus=0))
-        from counterflow.actors import vllm_engine
-
-        # vLLM finds the worker's extension by its name.
-        setattr(vllm_engine, "WORKER_EXTENSION", TIMED_WORKER)  # noqa: B010
-        config = RunConfig.model_validate(
-            {
-                "model": {"path": path, "context_length": 256},
-                "sampling": {"max_tokens": 16},
-                "actors": {"kv_cache_bytes": 128 << 20, "dtype": "float32"},
-            }
-        )
-        self._engine = self._runner.run(vllm_engine.VllmEngine.start(config))
-        self._runner.run(self._engine.connect_weights("actor 0", self.layout))
-        self._ask("time_updates")
-        core: Any = self._engine._llm.engine_core
-        self._pause, core.pause_scheduler_async = core.pause_scheduler_async, self._timed_pause
-
-    def once(self) -> dict[str, float]:
-        """Seconds of each phase of one update."""
-        self._version += 1
-        began = time.perf_counter()
-        staged = self._publisher.stage(self._version, self._version % 2, named_weights(self._model))
-        staged_at = time.perf_counter()
-        shipment = self._publisher.prepare(staged, ["actor 0"])
-        prepared_at = time.perf_counter()
-        wait_s = self._runner.run(self._serve(staged, shipment))
-        stall = time.perf_counter() - prepared_at
-        inside = self._ask("update_times")
-        phases = {"pause": self._pause_s, **{phase: inside[phase] for phase in ("transfer", "load", "proof")}}
-        phases["wait"] = wait_s
-        return {
-            "stage": staged_at - began,
-            "prepare": prepared_at - staged_at,
-            **phases,
-            "resume": stall - sum(phases.values()),
-        }
-
-    async def _serve(self, staged: StagedVersion, shipment: Shipment) -> float:
-        """As delivery does it; returns for how many seconds only the learner's fingerprints were missing."""
-        sending = asyncio.create_task(asyncio.to_thread(self._publisher.send, staged))
-        wait_s = 0.0
-
-        async def published() -> Fingerprints:
-            nonlocal wait_s
-            began = time.perf_counter()
-            found = await sending
-            wait_s = time.perf_counter() - began
-            return found
-
-        await update(self._engine, shipment, published())
-        return wait_s
-
-    def close(self) -> None:
-        """End the engine and free the slots."""
-        self._engine.shutdown()
-        self._runner.close()
-        self._publisher.close()
-        del self._engine, self._pause
-        gc.collect()
-
-    async def _timed_pause(self, **how: Any) -> None:
-        began = time.perf_counter()
-        await self._pause(**how)
-        self._pause_s = time.perf_counter() - began
-
-    def _ask(self, method: str) -> Any:
-        return self._runner.run(self._engine._llm.collective_rpc(method))[0]
+        """The same without what vLLM does with the tensors."""
+        return self.whole - self.phases["load"]
 
 
 def rounds(shape: Shape, count: int) -> list[Round]:
     """Updates and rivals in turns; the first ones, which touch the memory, are left out."""
     with tempfile.TemporaryDirectory() as folder:
-        update = Update(Path(folder), shape)
-        store = ObjectStore({slot.name: slot.shape for slot in update.layout.slots}, update.layout.dtype)
-        given = torch.rand(update.layout.total_bytes // 4)
+        updates = EngineUpdates(Path(folder), shape, Placement())
+        store = ObjectStore({slot.name: slot.shape for slot in updates.layout.slots}, updates.layout.dtype)
+        given = torch.rand(updates.layout.total_bytes // 4)
         taken = torch.zeros_like(given)
         try:
-            return [Round(update.once(), _copy(given, taken), store.carry()) for _ in range(count + 2)][2:]
+            return [Round(updates.once(), _copy(given, taken), store.carry()) for _ in range(count + 2)][2:]
         finally:
             store.close()
-            update.close()
+            updates.close()
 
 
 def median(measured: list[Round], of: str) -> float:
@@ -209,36 +111,33 @@ def broadcast_row(size_mb: int) -> Row:
     return compare(name, fastest["ours"], fastest["rival"], "lower", 1 / MOST_BROADCASTS)
 
 
-def device_rows(size_mb: int) -> list[Row]:
-    """The NCCL path as far as one GPU goes: staging, and a pass through checked buckets, against the GPU's own copy.
+def on_gpus(shape: Shape, count: int) -> list[Round]:
+    """Updates from the learner's GPU into an engine's, and a copy of the same bytes on the learner's.
 
-    Not run on its author's machine, which has no GPU.
+    NCCL does not join two processes on one GPU: where there is one alone, versions go through shared memory. Not run on
+    its author's machine, which has no GPU.
     """
-    width = 4096
-    rows = size_mb * 10**6 // (2 * width)
-    weights = [
-        (f"weight-{i}", torch.rand(min(width, rows - first), width, dtype=torch.bfloat16, device="cuda"))
-        for i, first in enumerate(range(0, rows, width))
-    ]
-    layout = lay_out(weights, torch.bfloat16)
-    slots, buckets = Slots(layout, "cuda"), plan(layout, WeightSyncSection().bucket_bytes)
-    buffers = [torch.empty(largest_bytes(buckets), dtype=torch.uint8, device="cuda") for _ in range(2)]
-    given, taken = (torch.ones(layout.total_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-
-    def through_buckets() -> None:
-        for _, payload in packed(buckets, slots.tensors(0), cycle(buffers)):
-            checksum(payload)
-
-    copy = _on_device(lambda: taken.copy_(given))
-    return [
-        compare(f"{size_mb:,} MB {what} on the GPU, s; plain copy", _on_device(work), copy, "lower", None)
-        for what, work in (("staged", lambda: slots.fill(0, weights)), ("through buckets", through_buckets))
-    ]
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(gpus - 1)
+    placement = Placement("bfloat16", f"cuda:{gpus - 1}", 1, "nccl" if gpus > 1 else "shared_memory")
+    with tempfile.TemporaryDirectory() as folder:
+        updates = EngineUpdates(Path(folder), shape, placement)
+        given, taken = (torch.ones(updates.layout.total_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+        try:
+            return [Round(updates.once(), _copy(given, taken)) for _ in range(count + 2)][2:]
+        finally:
+            updates.close()
 
 
-def print_phases(measured: dict[int, list[Round]], step_s: float) -> None:
+def gpu_row(size: str, measured: list[Round]) -> Row:
+    """From the learner's GPU until the engine serves it, vLLM's own loading in it, against the GPU's own copy."""
+    name = f"{size} parameters in bfloat16 from GPU to vLLM, s; plain copy on the GPU"
+    return compare(name, median(measured, "whole"), median(measured, "copy"), "lower", None)
+
+
+def print_phases(measured: dict[str, list[Round]], step_s: float) -> None:
     """The table of phases, and how long engines stall."""
-    table = Table("phase, s", *(f"{size:,} MB" for size in measured), "what", title="From publication to service")
+    table = Table("phase, s", *measured, "what", title="From publication to service")
     for phase, what in PHASES.items():
         medians = (statistics.median(one.phases[phase] for one in several) for several in measured.values())
         table.add_row(phase, *(f"{seconds:.3f}" for seconds in medians), what)
@@ -252,19 +151,9 @@ def print_phases(measured: dict[int, list[Round]], step_s: float) -> None:
 def _copy(given: torch.Tensor, taken: torch.Tensor) -> float:
     began = time.perf_counter()
     taken.copy_(given)
+    if given.is_cuda:
+        torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def _on_device(work: Any) -> float:
-    """Median seconds of some work on the GPU."""
-    seconds = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[2:])
 
 
 def main() -> None:
@@ -279,9 +168,12 @@ def main() -> None:
     broadcast = [broadcast_row(size_mb) for size_mb in options.sizes_mb]
     measured = {size_mb: rounds(MODELS[size_mb], options.rounds) for size_mb in options.sizes_mb}
     rows = [row for size_mb, several in measured.items() for row in shared_memory_rows(size_mb, several)] + broadcast
+    columns = {f"{size_mb:,} MB": several for size_mb, several in measured.items()}
     if torch.cuda.is_available():
-        rows += [row for size_mb in (1_000, 14_000) for row in device_rows(size_mb)]
-    print_phases(measured, options.step_s)
+        gpu = {size: on_gpus(shape, options.rounds) for size, shape in GPU_MODELS.items()}
+        rows += [gpu_row(size, several) for size, several in gpu.items()]
+        columns |= {f"{size}, GPU": several for size, several in gpu.items()}
+    print_phases(columns, options.step_s)
     publish("Weight sync", rows, options.json)
 
 

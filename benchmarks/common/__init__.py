@@ -69,8 +69,8 @@ TINY = Shape(2048, 128, 3, 4, 4, 384)
 SMOLLM2_135M = Shape(49_152, 576, 30, 9, 3, 1_536)
 
 
-def random_model(folder: Path, shape: Shape, dtype: str) -> Path:
-    """Write a random model of this shape, with a tokenizer of one token a character, to `folder`."""
+def random_model(folder: Path, shape: Shape, dtype: str, device: str = "cpu") -> Path:
+    """Write a random model of this shape, made on `device`, with a tokenizer of one token a character, to `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -86,7 +86,9 @@ def random_model(folder: Path, shape: Shape, dtype: str) -> Path:
         eos_token_id=1,
         bos_token_id=None,
     )
-    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 

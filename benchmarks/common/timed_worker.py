@@ -12,7 +12,7 @@ from counterflow.weight_sync import loaded
 from counterflow.weight_sync.collective_receiver import Load
 from counterflow.weight_sync.layout import NamedTensor
 from counterflow.weight_sync.receiver import DeliveryProof
-from counterflow.weight_sync.sources import SharedMemorySource
+from counterflow.weight_sync.sources import BroadcastSource, SharedMemorySource, Source
 
 TIMED_WORKER = f"{__name__}.TimedProof"
 
@@ -66,18 +66,23 @@ class TimedProof(DeliveryProof):
         receiver.fingerprints = watch.within("proof", receiver.fingerprints)
         module: Any = loaded
         module.fingerprint = watch.within("proof", module.fingerprint)
-        receive: Any = SharedMemorySource.receive
-
-        def received(source: Any, way: Any, version: int, load: Load) -> None:
-            taken = watch.within("load", load)
-            with watch.during("transfer"):
-                receive(source, way, version, lambda tensors: taken(_handed_over(tensors, watch)))
-
-        setattr(SharedMemorySource, "receive", received)  # noqa: B010
+        for kind in (SharedMemorySource, BroadcastSource):
+            _time_transfer(kind, watch)
 
     def update_times(self) -> dict[str, float]:
         """Seconds of each phase since the last call."""
         return self._stopwatch.drain()
+
+
+def _time_transfer(kind: type[Source], watch: Stopwatch) -> None:
+    receive: Any = kind.receive
+
+    def received(source: Source, way: dict[str, Any], version: int, load: Load) -> None:
+        taken = watch.within("load", load)
+        with watch.during("transfer"):
+            receive(source, way, version, lambda tensors: taken(_handed_over(tensors, watch)))
+
+    setattr(kind, "receive", received)  # noqa: B010
 
 
 def _handed_over(tensors: Iterator[NamedTensor], watch: Stopwatch) -> Iterator[NamedTensor]:
