@@ -31,15 +31,18 @@ def differing_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
 
     `run.steps` is one of them only where the learning rate counts on it.
     """
-    one, other = dict(_leaves(before)), dict(_leaves(after))
-    free = set(_FREE_KEYS)
+    other, free = dict(_leaves(after)), set(_FREE_KEYS)
     if other.get("learner.schedule") == "constant" or other.get("learner.schedule_steps") is not None:
         free.add("run.steps")
     return [
-        key
-        for key in sorted(one.keys() | other.keys())
-        if key not in free and key.partition(".")[0] not in _FREE_SECTIONS and one.get(key) != other.get(key)
+        key for key in changed_keys(before, after) if key not in free and key.partition(".")[0] not in _FREE_SECTIONS
     ]
+
+
+def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The keys in which two whole configurations, as plain data, differ."""
+    one, other = dict(_leaves(before)), dict(_leaves(after))
+    return [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

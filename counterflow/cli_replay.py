@@ -33,6 +33,16 @@ _COLUMNS = {
 }
 _COMPARED = ("loss", "grad_norm", "learning_rate", "entropy", "kl_reference", "kl_behavior_k3")
 """What two steps have in common only if weights, groups and objective are the same."""
+_READ = ("learner.", "model.", "objective.", "sampling.")
+_READ_KEYS = (
+    "admission.max_lag",
+    "admission.staleness",
+    "admission.decay",
+    "reward.truncated",
+    "run.seed",
+    "run.steps",
+)
+"""All that a replay reads: the groups, with their rewards, are the archive's."""
 
 
 def replay(
@@ -49,8 +59,11 @@ def replay(
     model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write the model that comes of it.")] = None,
 ) -> None:
     """Train RUN's archived groups again and print each step; exit with 1 where the same is not the same."""
+    import yaml
+
     from counterflow.buffer.archive import last_step
-    from counterflow.configs import load_config
+    from counterflow.configs import dump, load_config
+    from counterflow.configs.resumable import changed_keys
     from counterflow.learner.replay import replay as steps_of
     from counterflow.recorder import read_run
 
@@ -67,6 +80,11 @@ def replay(
         _make(model)
     own = read_config(folder)
     config = load_config(folder / "config.yaml", overrides) if overrides else own
+    changed = changed_keys(yaml.safe_load(dump(own)), yaml.safe_load(dump(config)))
+    if unread := [key for key in changed if key not in _READ_KEYS and not key.startswith(_READ)]:
+        raise ConfigError(
+            f"override {', '.join(unread)}: a replay trains the archived groups and does not read it: leave it out"
+        )
     trainer = _trainer(folder, own, config, checkpoint)
     lost = ends is not None and ends < max(recorded, default=0)
     if lost:
@@ -86,10 +104,10 @@ def replay(
     if model is not None:
         trainer.save(model)
         typer.echo(f"model: {model}")
-    if overrides:
+    if changed:
         typer.echo(
-            f"off the run's own policy: {' '.join(overrides)}. The groups were sampled by the run's versions, not by "
-            "these: kl_behavior_k3 says how far they are from each other, and lag counts the run's versions."
+            f"off the run's own policy: other {', '.join(changed)}. The groups were sampled by the run's versions, not "
+            "by these: kl_behavior_k3 says how far they are from each other, and lag counts the run's versions."
         )
         return
     typer.echo(f"{equal} of {equal + len(other)} recorded steps are the same in {', '.join(_COMPARED)}")

@@ -20,11 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -33,30 +32,13 @@ from counterflow.configs import dump
 from counterflow.configs.resumable import differing_keys
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError, first_line
+from counterflow.learner.checkpoint_reader import CheckpointReader
 from counterflow.learner.trainer import TrainerState
 from counterflow.place import read_json
 from counterflow.records import Ledger
 
 FORMAT = 1
 _MANIFEST = "checkpoint.json"
-_METADATA_NAMES = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "_MEM_FORMAT_ENCODING",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
-}
 
 
 @dataclass(frozen=True)
@@ -212,19 +194,20 @@ def load_checkpoint(path: Path, manifest: Manifest, state: TrainerState) -> Trai
         with _naming(path / name):
             if _checksum(path / name) != checksum:
                 raise ConfigError(f"{path / name} is damaged (its checksum does not fit): {_mend(path)}")
-    tensors = dict(state.tensors)
+    reader = CheckpointReader(path)
     try:
+        tensors = _less_of_gpus(state.tensors, reader.read_metadata())
         with warnings.catch_warnings():
             # That no process group is there is what `no_dist` says.
             warnings.simplefilter("ignore", UserWarning)
-            load(tensors, storage_reader=_Reader(path), no_dist=True)
+            load(tensors, storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError, pickle.UnpicklingError) as error:
         # torch's words for a missing tensor and for another shape; all else is not the configuration's fault.
         if not isinstance(_first_failure(error), RuntimeError | ValueError):
             raise ConfigError(f"{path} cannot be read ({_cause(error)}): {_mend(path)}") from error
         raise ConfigError(
-            f"{path} does not fit what is to be trained ({_cause(error)}): leave out what changes its tensors, or "
-            "begin with --checkpoint 0, the model itself"
+            f"{path} does not fit what is to be trained ({_cause(error)}): leave out what changes its tensors, as "
+            "learner.lora, or begin with --checkpoint 0, the model itself"
         ) from error
     return TrainerState(tensors, manifest.values)
 
@@ -272,6 +255,16 @@ def _copy(tensors: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _less_of_gpus(tensors: Mapping[str, Any], saved: Metadata) -> dict[str, Any]:
+    """What is expected, without the state of a GPU's generator where the run was on none: that one begins anew."""
+    random = {
+        device: state
+        for device, state in tensors["random"].items()
+        if device == "cpu" or f"random.{device}" in saved.state_dict_metadata
+    }
+    return {**tensors, "random": random}
+
+
 def _checksum(path: Path) -> int:
     found = 0
     with path.open("rb") as file:
@@ -297,22 +290,3 @@ def _cause(error: BaseException) -> str:
     error = _first_failure(error)
     reason = error.strerror if isinstance(error, OSError) else None
     return reason or first_line(error)
-
-
-class _Reader(FileSystemReader):
-    """Reads a checkpoint without letting its metadata, a pickle, name anything but what metadata consists of."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata: Metadata = _Unpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _METADATA_NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
-        return super().find_class(module, name)

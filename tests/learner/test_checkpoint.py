@@ -270,6 +270,17 @@ def test_checkpoint_of_another_shape_is_loaded(
         load_checkpoint(copied, read_manifest(copied, ORIGIN, trained[0]), trainer.state())
 
 
+def test_run_on_cpus_goes_on_upon_a_gpu_no_more(copied: Path, trained: tuple[RunConfig, Trainer]) -> None:
+    trainer = Trainer(trained[0])
+    state = trainer.state()
+    on_gpu = {**state.tensors["random"], "cuda": torch.zeros(16, dtype=torch.uint8)}
+    expected = dataclasses.replace(state, tensors={**state.tensors, "random": on_gpu})
+    loaded = load_checkpoint(copied, read_manifest(copied, ORIGIN, trained[0]), expected)
+    assert loaded.tensors["random"].keys() == {"cpu"}
+    trainer.load_state(loaded)
+    assert torch.equal(weights(trainer), weights(trained[1]))
+
+
 def test_slow_disk_piles_up_checkpoints(tmp_path: Path, trained: tuple[RunConfig, Trainer]) -> None:
     config, trainer = trained
     said: list[str] = []

@@ -133,8 +133,18 @@ def test_archive_that_lost_its_end_replays_the_same(run: tuple[Path, torch.Tenso
 
 def test_override_passes_for_the_run_itself(run: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     code, said = replayed(str(run[0]), "objective.kl.beta=0", "--model", str(tmp_path / "model"))
-    assert code == 0 and "off the run's own policy: objective.kl.beta=0" in said
+    assert code == 0 and "off the run's own policy: other objective.kl.beta." in said
     assert not torch.equal(weights_in(tmp_path / "model"), run[1])
+
+
+def test_override_that_says_what_is_passes_for_another(run: tuple[Path, torch.Tensor]) -> None:
+    code, said = replayed(str(run[0]), "objective.kl.beta=0.05")
+    assert code == 0 and f"{STEPS} of {STEPS} recorded steps are the same" in said
+
+
+def test_override_of_what_nobody_reads_is_taken(run: tuple[Path, torch.Tensor]) -> None:
+    with pytest.raises(ConfigError, match=r"override evaluation.every, reward.timeout_s: .* does not read it"):
+        replayed(str(run[0]), "reward.timeout_s=9", "evaluation.every=3")
 
 
 def test_lower_lag_leaves_nothing_or_all_in(run: tuple[Path, torch.Tensor]) -> None:
