@@ -239,6 +239,7 @@ class Run:
             await self.checks.evaluate(version)
         await self.checks.compare(version)
         await self.fleet.begin()
+        self.telemetry.generating()
         if every and 0 < version < run.steps and version % every == 0 and version not in evaluated:
             # The run died before it was evaluated.
             await self._evaluate_beside(version, tasks)

@@ -41,6 +41,7 @@ class Telemetry:
         times_s = [step.time_s for step in records.steps] + [evaluation.time_s for evaluation in records.evaluations]
         self.started_at = time.time() - max(times_s, default=0.0)
         """Unix time, the zero of all times reported; a resumed run's goes on where its records end."""
+        self._generating_from_s = 0.0
         self.last_error: str | None = None
         """Why the last group failed that did."""
 
@@ -66,6 +67,10 @@ class Telemetry:
         """A line for the log."""
         self._events.write(event, **fields)
 
+    def generating(self) -> None:
+        """The actors begin: what their engines took to start is no step's time."""
+        self._generating_from_s = self.now()
+
     def intervals(self, intervals: Iterable[Interval]) -> None:
         """What processes did and when."""
         self._recorder.add_intervals(intervals)
@@ -74,7 +79,7 @@ class Telemetry:
         """An optimizer step, with the version that the actors serve and how many versions were overtaken so far."""
         records = self._recorder.records
         before = records.steps[-1] if records.steps else None
-        elapsed = record.time_s - (before.time_s if before else 0.0)
+        elapsed = record.time_s - max(self._generating_from_s, before.time_s if before else 0.0)
         generated = record.tokens_generated - (before.tokens_generated if before else 0)
         record = replace(
             record,

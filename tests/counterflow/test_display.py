@@ -6,21 +6,15 @@ import dataclasses
 import errno
 import io
 import math
-from typing import Any, get_origin, get_type_hints
 
 import pytest
 from rich.console import Console
+from step_records import make_step
 
 from counterflow.display import Display, clock
 from counterflow.records import EvaluationRecord, StepRecord
 
 EVALUATION = EvaluationRecord(0, 0, 0.0, 40, 100, 0.3, 0.5, 0.1)
-
-
-def make_step(step: int, **changes: Any) -> StepRecord:
-    hints = get_type_hints(StepRecord)
-    zero = {name: [] if get_origin(hint) is list else 0 for name, hint in hints.items()}
-    return StepRecord(**{**zero, "step": step, "policy_version": step, "time_s": 2.0 * step, **changes})
 
 
 def plain() -> Console:

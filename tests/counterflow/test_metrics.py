@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 import urllib.request
 from collections.abc import Iterator
-from typing import Any, get_origin, get_type_hints
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from step_records import make_step
 
 from counterflow.configs.run import MetricsSection
 from counterflow.errors import ConfigError
 from counterflow.metrics import Metrics
-from counterflow.records import EvaluationRecord, Ledger, StepRecord
+from counterflow.records import EvaluationRecord, Ledger
 
 
 @pytest.fixture
@@ -21,12 +21,6 @@ def metrics() -> Iterator[Metrics]:
     served = Metrics(MetricsSection(), max_lag=4)
     yield served
     served.close()
-
-
-def make_step(**changes: Any) -> StepRecord:
-    hints = get_type_hints(StepRecord)
-    zero = {name: [] if get_origin(hint) is list else 0 for name, hint in hints.items()}
-    return StepRecord(**{**zero, **changes})
 
 
 def scrape(metrics: Metrics) -> dict[str, float]:
