@@ -156,6 +156,7 @@ def test_engine_that_leaves_during_an_update_keeps_it_from_the_others(
             await learner.join(name(0), asker.engine)
             await learner.join(name(1), Leaver())
             async with asker.at_work():
+                await asker.more()
                 await learner.publish()
                 await loading.wait()
                 learner.delivery.leave(name(1))
@@ -385,6 +386,7 @@ def test_engine_killed_during_a_broadcast_takes_another_down(
             await learner.join(name(0), survivor)
             await learner.join(name(1), victim)
             async with asker.at_work():
+                await asker.more()
                 await learner.deliver()
                 await asker.more()
                 buckets = len(plan(learner.layout, config.weight_sync.bucket_bytes))
