@@ -68,6 +68,12 @@ def dump(config: RunConfig) -> str:
     return yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=COMMENT_WIDTH)
 
 
+def as_data(config: RunConfig) -> dict[str, Any]:
+    """The whole configuration as `dump` writes it, read back: plain data, to compare with another's."""
+    data: dict[str, Any] = yaml.safe_load(dump(config))
+    return data
+
+
 def describe(config: RunConfig) -> str:
     """The whole configuration as YAML, with what each key means as a comment above it."""
     return "\n".join(_described(config, indent="")) + "\n"

@@ -59,10 +59,8 @@ def replay(
     model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write the model that comes of it.")] = None,
 ) -> None:
     """Train RUN's archived groups again and print each step; exit with 1 where the same is not the same."""
-    import yaml
-
     from counterflow.buffer.archive import last_step
-    from counterflow.configs import dump, load_config
+    from counterflow.configs import as_data, load_config
     from counterflow.configs.resumable import changed_keys
     from counterflow.learner.replay import replay as steps_of
     from counterflow.recorder import read_run
@@ -80,7 +78,7 @@ def replay(
         _make(model)
     own = read_config(folder)
     config = load_config(folder / "config.yaml", overrides) if overrides else own
-    changed = changed_keys(yaml.safe_load(dump(own)), yaml.safe_load(dump(config)))
+    changed = changed_keys(as_data(own), as_data(config)) if overrides else []
     if unread := [key for key in changed if key not in _READ_KEYS and not key.startswith(_READ)]:
         raise ConfigError(
             f"override {', '.join(unread)}: a replay trains the archived groups and does not read it: leave it out"

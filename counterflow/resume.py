@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from counterflow.buffer.trajectory import Origin
-from counterflow.configs import dump, load_config
+from counterflow.configs import as_data, load_config
 from counterflow.configs.resumable import differing_keys
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError, UnavailableError
@@ -45,7 +43,7 @@ def resumed_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
     """
     before = read_config(folder)
     after = load_config(folder / "config.yaml", overrides)
-    if keys := differing_keys(yaml.safe_load(dump(before)), yaml.safe_load(dump(after))):
+    if keys := differing_keys(as_data(before), as_data(after)):
         raise ConfigError(
             f"override {', '.join(keys)}: a resumed run trains as it did before: leave it out, or begin a new run"
         )

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from counterflow.buffer.trajectory import Origin
-from counterflow.configs import dump
+from counterflow.configs import as_data, dump
 from counterflow.configs.resumable import differing_keys
 from counterflow.configs.schema import RunConfig
 from counterflow.errors import ConfigError, first_line
@@ -175,7 +175,7 @@ def read_manifest(path: Path, origin: Origin, config: RunConfig) -> Manifest:
             raise ConfigError(
                 f"{path} is of another {name.partition('_')[0]}: its {name} is {there!r}, ours is {ours!r}"
             )
-    if keys := differing_keys(yaml.safe_load(manifest.config), yaml.safe_load(dump(config))):
+    if keys := differing_keys(yaml.safe_load(manifest.config), as_data(config)):
         raise ConfigError(f"{path} was made under another configuration, which differs in {', '.join(keys)}")
     for name, (size, _) in manifest.files.items():
         with _naming(path / name):

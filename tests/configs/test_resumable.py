@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import yaml
 
-from counterflow.configs import dump, load_config
+from counterflow.configs import as_data, load_config
 from counterflow.configs.load import _known_keys
 from counterflow.configs.resumable import _FREE_KEYS, _FREE_SECTIONS, differing_keys
 
 
 def plain(*overrides: str) -> Any:
-    return yaml.safe_load(dump(load_config(None, overrides)))
+    return as_data(load_config(None, overrides))
 
 
 @pytest.mark.parametrize(

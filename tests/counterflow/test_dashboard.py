@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from test_metrics import make_step
+from step_records import make_step
 
 from counterflow.configs.run import MetricsSection
 from counterflow.metrics import Metrics
