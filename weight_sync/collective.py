@@ -124,6 +124,8 @@ class Sender:
                 self._listen,
             )
         except (WeightSyncError, Broken) as error:
+            if not self._lines.missing:
+                self._await_word(self._lines)
             at_fault = self._lines.at_fault
             reason = describe(self._lines.reports, at_fault) or str(error)
             raise self._over(
@@ -236,6 +238,12 @@ class Sender:
             "Invite the other receivers to a new group and send again",
             named,
         )
+
+    def _await_word(self, lines: Lines) -> None:
+        """Hear who broke the group: its connections to others may be missed a moment before its line."""
+        deadline = time.monotonic() + self._grace_s
+        while not lines.at_fault and set(lines.reports) - set(lines.gone) and (left := deadline - time.monotonic()) > 0:
+            lines.listen(min(left, _LISTEN_S))
 
     def _over(self, reason: str, receivers: Iterable[str] = ()) -> WeightSyncError:
         if self._lines is not None:

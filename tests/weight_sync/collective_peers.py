@@ -146,20 +146,20 @@ def _join(receiver: Receiver, invitation: Invitation) -> None:
     receiver.join(invitation)
 
 
-def _receive(receiver: Receiver, version: int, pause_s: float = 0.0) -> str:
-    return digest(_loaded(receiver, version, pause_s))
+def _receive(receiver: Receiver, version: int, pause_s: float = 0.0, hangs_at: str = "") -> str:
+    return digest(_loaded(receiver, version, pause_s, hangs_at))
 
 
 def _fingerprints(receiver: Receiver, version: int, pause_s: float) -> Fingerprints:
     return by_group((name, fingerprint(tensor)) for name, tensor in _loaded(receiver, version, pause_s))
 
 
-def _loaded(receiver: Receiver, version: int, pause_s: float) -> list[NamedTensor]:
+def _loaded(receiver: Receiver, version: int, pause_s: float, hangs_at: str = "") -> list[NamedTensor]:
     loaded = []
 
     def load(tensors: Iterator[NamedTensor]) -> None:
         for name, tensor in tensors:
-            time.sleep(pause_s)
+            time.sleep(3600 if name == hangs_at else pause_s)
             loaded.append((name, tensor.clone()))
 
     receiver.receive(version, load)

@@ -39,12 +39,15 @@ from counterflow.weight_sync.collective import Sender, gathered
 from counterflow.weight_sync.group import Group
 from counterflow.weight_sync.layout import Layout, NamedTensor, lay_out, named_weights
 
-TIMEOUT_S = 8.0
+TIMEOUT_S = 60.0
 SOON_S = TIMEOUT_S / 2
-"""What needs no deadline takes less."""
+"""What needs no deadline takes less, on any machine."""
+SHORT_S = 8.0
+"""The deadline where one is to pass. How soon after it depends on the machine; the tests say 'not much later'."""
 BUCKET_BYTES = 1 << 16
 SHAPES: list[tuple[int, ...]] = [(7, 13), (), (0,), (1,), (3, 0, 2), (129, 257), (5, 1, 3, 2), (70_001,), (2,), ()]
 """The largest are cut over two and more buckets."""
+LAST = f"weight-{len(SHAPES) - 1}"
 
 
 def weights(version: int) -> list[NamedTensor]:
@@ -71,10 +74,14 @@ def peers() -> Iterator[Peers]:
 
 
 @pytest.fixture
-def sender() -> Iterator[Sender]:
-    sender = Sender(LAYOUT, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
+def sender(request: pytest.FixtureRequest) -> Iterator[Sender]:
+    """A sender; its deadline may be another, as the fixture's parameter."""
+    sender = Sender(LAYOUT, bucket_bytes=BUCKET_BYTES, timeout_s=getattr(request, "param", TIMEOUT_S))
     yield sender
     sender.close()
+
+
+short = pytest.mark.parametrize("sender", [pytest.param(SHORT_S, id="short")], indirect=True)
 
 
 def failure(action: Callable[[], object], within_s: float = TIMEOUT_S) -> WeightSyncError:
@@ -117,7 +124,8 @@ def test_receivers_killed_at_any_moment_of_a_transfer(sender: Sender, peers: Pee
         group.insert(moments.randrange(3), victim)
         form(sender, group)
         for peer in group:
-            peer.ask("receive", version, 0.02)
+            # The victim never comes to hold the version, however late it is killed.
+            peer.ask("receive", version, 0.02, LAST if peer is victim else "")
         killer = threading.Timer(moments.uniform(0, 0.19), victim.signal, [signal.SIGKILL])
         killer.start()
         error = failure(lambda version=version: sender.send(version, weights(version)), SOON_S)
@@ -127,7 +135,7 @@ def test_receivers_killed_at_any_moment_of_a_transfer(sender: Sender, peers: Pee
         for peer in survivors:
             # One that has loaded the version before the other died has nothing to complain of.
             try:
-                assert peer.answer(TIMEOUT_S) == digest(weights(version))
+                assert peer.answer() == digest(weights(version))
             except WeightSyncError:
                 peer.ask("holds")
                 assert peer.answer() is None
@@ -136,14 +144,16 @@ def test_receivers_killed_at_any_moment_of_a_transfer(sender: Sender, peers: Pee
         assert broadcast(sender, survivors, version, weights(version)) == [digest(weights(version))] * 2
 
 
+@short
 def test_frozen_receiver_holds_up_everyone(sender: Sender, peers: Peers) -> None:
     group = peers.start("actor-0", "actor-1", "actor-2")
     form(sender, group)
     frozen = group[0]
     for peer in group:
-        peer.ask("receive", 1, 0.02)
+        # It takes no bucket after its first, however late it freezes; the others wait for it.
+        peer.ask("receive", 1, 0.02, "weight-2" if peer is frozen else "")
     threading.Timer(0.05, frozen.signal, [signal.SIGSTOP]).start()
-    error = failure(lambda: sender.send(1, weights(1)), TIMEOUT_S + 1)
+    error = failure(lambda: sender.send(1, weights(1)), 3 * SHORT_S)
     assert error.receivers == ("actor-0",) and "said no more" in str(error)
     for peer in group[1:]:
         failure(peer.answer, SOON_S)
@@ -287,11 +297,12 @@ def test_host_that_is_not_the_learners_hides_its_key(host: str) -> None:
     sender.close()
 
 
+@short
 def test_receiver_never_comes(sender: Sender, peers: Peers) -> None:
     (here,) = peers.start("here")
     invitation = sender.invite(["here", "absent"])
     here.ask("join", invitation)
-    error = failure(sender.connect, TIMEOUT_S + 1)
+    error = failure(sender.connect, 3 * SHORT_S)
     assert error.receivers == ("absent",) and "no call from absent" in str(error)
     failure(here.answer, SOON_S)
 
@@ -311,11 +322,27 @@ def test_receiver_dies_before_the_group_is_complete(sender: Sender, peers: Peers
         failure(lambda: sender.send(1, weights(1)), SOON_S)
         for _ in range(2):
             with suppress(WeightSyncError):
-                here.answer(TIMEOUT_S)
+                here.answer()
         peers.end("dead")
         (dead,) = peers.start("dead")
     form(sender, [here, dead])
     assert broadcast(sender, [here, dead], 1, weights(1)) == [digest(weights(1))] * 2
+
+
+def test_death_that_gloo_tells_first_has_no_name(sender: Sender, peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line ends a moment later than its connections to the others."""
+    group = peers.start("here", "dead")
+    invitation = sender.invite(["here", "dead"])
+    for peer in group:
+        peer.ask("join", invitation)
+
+    def broken(*_: object) -> None:
+        threading.Timer(0.2, group[1].signal, [signal.SIGKILL]).start()
+        raise WeightSyncError("connection reset by peer")
+
+    monkeypatch.setattr("counterflow.weight_sync.collective.Group", broken)
+    error = failure(sender.connect, SOON_S)
+    assert error.receivers == ("dead",) and "dead died" in str(error)
 
 
 def test_model_with_other_tensors_joins(sender: Sender) -> None:
@@ -375,25 +402,29 @@ def test_other_ranks_are_left_in_a_gather(sender: Sender, peers: Peers) -> None:
     assert len(asked) == 2 * len(SHAPES)
 
 
-def _send_slowly(pipe: Connection, count: int) -> None:
+def _send_without_end(pipe: Connection, count: int, timeout_s: float) -> None:
     def slow() -> Iterator[NamedTensor]:
         for name, tensor in weights(1):
-            time.sleep(0.05)
+            time.sleep(3600 if name == LAST else 0.05)
             yield name, tensor
 
-    sender = Sender(LAYOUT, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
+    sender = Sender(LAYOUT, bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
     pipe.send(sender.invite([f"actor-{i}" for i in range(count)]))
     sender.connect()
     pipe.send("connected")
     sender.send(1, slow())
 
 
-@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, SOON_S), (signal.SIGSTOP, TIMEOUT_S + 1)])
+@pytest.mark.parametrize(
+    ("number", "timeout_s", "within_s"), [(signal.SIGKILL, TIMEOUT_S, SOON_S), (signal.SIGSTOP, SHORT_S, 3 * SHORT_S)]
+)
 @pytest.mark.parametrize("moment", ["joining", "sending"])
-def test_sender_dies_or_freezes(number: signal.Signals, within_s: float, moment: str, peers: Peers) -> None:
+def test_sender_dies_or_freezes(
+    number: signal.Signals, timeout_s: float, within_s: float, moment: str, peers: Peers
+) -> None:
     group = peers.start("actor-0", "actor-1")
     ours, theirs = PROCESSES.Pipe()
-    learner = PROCESSES.Process(target=_send_slowly, args=(theirs, 2), daemon=True)
+    learner = PROCESSES.Process(target=_send_without_end, args=(theirs, 2, timeout_s), daemon=True)
     learner.start()
     assert ours.poll(ANSWER_S) and learner.pid
     invitation = ours.recv()
@@ -482,9 +513,8 @@ def _learner_rank(pipe: Connection, rank: int, rendezvous: Path) -> None:
         fully_shard(layer)
     fully_shard(model)
     if rank == 0:
-        layout = lay_out(named_weights(model), torch.bfloat16)
-        sender = Sender(layout, bucket_bytes=1024, timeout_s=TIMEOUT_S)
-        pipe.send((layout, sender.invite(["actor-0"])))
+        sender = Sender(lay_out(named_weights(model), torch.bfloat16), bucket_bytes=1024, timeout_s=TIMEOUT_S)
+        pipe.send(sender.invite(["actor-0"]))
         sender.connect()
     for version in (1, 2):
         if rank == 0:
@@ -509,9 +539,8 @@ def test_sharded_learner_sends_its_shard_alone(tmp_path: Path) -> None:
     peer: Peer | None = None
     try:
         assert pipes[0][0].poll(ANSWER_S)
-        layout, invitation = pipes[0][0].recv()
-        peer = Peer("actor-0", layout)
-        peer.ask("join", invitation)
+        peer = Peer("actor-0", lay_out(named_weights(_sharded_model()), torch.bfloat16))
+        peer.ask("join", pipes[0][0].recv())
         peer.answer()
         expected = digest((name, tensor.to(torch.bfloat16)) for name, tensor in named_weights(_sharded_model()))
         for version in (1, 2):
