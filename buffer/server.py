@@ -86,7 +86,8 @@ class EmbeddedServer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop it; the data stay."""
-        with suppress(ValkeyServerNotStartedError):
+        # It was killed then, and ends when the disk lets it.
+        with suppress(ValkeyServerNotStartedError, subprocess.TimeoutExpired):
             self._server.stop()
         self._guard.kill()
         self._guard.communicate()

@@ -20,6 +20,6 @@ def kill_server(address: Address, *, synced: bool = False) -> None:
     if synced:
         with connect(address) as client:
             client.set("last", "write")  # WAITAOF waits for what its own connection wrote.
-            assert client.execute_command("WAITAOF", 1, 0, 5000)[0] == 1
+            assert client.execute_command("WAITAOF", 1, 0, 60_000)[0] == 1
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

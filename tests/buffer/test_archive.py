@@ -154,7 +154,6 @@ def test_reader_waits_for_the_writer_or_stumbles_over_it(folder: Path, origin: O
             assert versions(folder, origin) == list(range(version + 1))
 
 
-@pytest.mark.timeout(300)
 def test_writer_killed_at_any_moment_loses_a_step_or_leaves_a_torn_one(folder: Path, origin: Origin) -> None:
     there, chance = -1, random.Random(0)
     for _ in range(20):

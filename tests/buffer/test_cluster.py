@@ -50,11 +50,15 @@ class Cluster:
             client.execute_command("CLUSTER ADDSLOTSRANGE", *slots)
         for port, bus_port in zip(ports[1:3], ports[4:], strict=True):
             self.clients[0].execute_command("CLUSTER MEET", "127.0.0.1", port, bus_port)
-        deadline = time.monotonic() + 30
+        self.settle()
+        self.address = discover(Address(f"redis://127.0.0.1:{ports[0]}", timeout_s=10, outage_s=60))
+
+    def settle(self) -> None:
+        """Wait until every node has heard from the others."""
+        deadline = time.monotonic() + 120
         while any(client.cluster("info")["cluster_state"] != "ok" for client in self.clients):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        self.address = discover(Address(f"redis://127.0.0.1:{ports[0]}", timeout_s=1, outage_s=20))
 
     @staticmethod
     def _start(stack: ExitStack, folder: Path, port: int, bus_port: int) -> ValkeyServer:
@@ -62,7 +66,7 @@ class Cluster:
             "appendonly": "yes",
             "appendfsync": "always",
             "cluster-enabled": "yes",
-            "cluster-node-timeout": 1000,
+            "cluster-node-timeout": 5000,
             "cluster-port": bus_port,
         }
         node = ValkeyServer(port=port, data_dir=folder, persist=True, config=config)
@@ -176,7 +180,11 @@ def test_slot_that_moved_is_asked_for_at_its_old_node(cluster: Cluster) -> None:
 def test_killed_node_of_a_cluster_ends_the_run(cluster: Cluster) -> None:
     async def main() -> None:
         async with counters(cluster) as (_, counts):
+            for client in cluster.clients:
+                # The other nodes give up on it, and say that the cluster is down.
+                client.config_set("cluster-node-timeout", 1000)
             for round_ in (1, 2):
+                cluster.settle()
                 node = cluster.nodes[cluster.holder()]
                 node.terminate()
                 timer = threading.Timer(1.5, node.start)
@@ -204,9 +212,9 @@ def test_cluster_that_stays_away_is_waited_for_for_ever(cluster: Cluster) -> Non
         lambda: asyncio.run(ask(address)),
     ):
         began = time.monotonic()
-        with pytest.raises(BufferUnavailable, match=r"went away during the .*; tried for [1-9]\.\d s\): see whether"):
+        with pytest.raises(BufferUnavailable, match=r"went away during the .*; tried for \d+\.\d s\): see whether"):
             call()
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 30
     with pytest.raises(BufferUnavailable, match="went away during the count"), asking(address, "the count"):
         client.get(COUNTER)
 
@@ -225,7 +233,7 @@ def test_cluster_is_reached_without_the_certificates_and_login_of_its_first_node
         client.config_set("cluster-announce-ip", "127.0.0.1")
         client.config_set("cluster-announce-port", tls_port)
         client.execute_command("ACL", "SETUSER", "run", "on", ">right", *RIGHTS.split())
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while client.cluster("info")["cluster_state"] != "ok":
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -292,7 +292,7 @@ def test_mutated_entry_crashes_the_reader_or_leaks() -> None:
     # In a process of its own, which a crash of Arrow ends by a signal: a negative exit code.
     reader = multiprocessing.get_context("spawn").Process(target=decode_mutations, args=(100_000,), daemon=True)
     reader.start()
-    reader.join(500)
+    reader.join()
     assert reader.exitcode == 0
 
 

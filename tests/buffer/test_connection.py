@@ -117,7 +117,7 @@ def test_wrong_password_is_tried_until_the_outage_ends(
         began = time.monotonic()
         with pytest.raises(BufferUnavailable, match=f"refused the count .*set {USERNAME_VARIABLE}") as caught:
             patiently(guarded_server, "the count", lambda: client.get(COUNTER))
-        assert time.monotonic() - began < 5 and "false" not in str(caught.value)
+        assert time.monotonic() - began < guarded_server.outage_s and "false" not in str(caught.value)
     with pytest.raises(BufferUnavailable, match=PASSWORD_VARIABLE):
         check_server(guarded_server)
 
@@ -155,7 +155,7 @@ def test_private_authority_is_unknown_or_taken_on_trust(
             patiently(address, "the count", lambda: client.get(COUNTER))
         with pytest.raises(BufferUnavailable, match=f"set {CA_FILE_VARIABLE}"):
             asyncio.run(ask())
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < address.outage_s
         monkeypatch.setenv(CA_FILE_VARIABLE, str(authority / "ca.pem"))
         (warning,) = check_server(address)
         assert "append-only" in warning
@@ -239,7 +239,7 @@ def both(address: Address, what: str, call: Callable[[], T]) -> Iterator[T]:
 
 
 def test_killed_server_ends_the_run(tmp_path: Path) -> None:
-    with EmbeddedServer(tmp_path / "buffer", timeout_s=10) as server:
+    with EmbeddedServer(tmp_path / "buffer", timeout_s=60) as server:
 
         async def main() -> None:
             blocking, other = connect(server.address), connect_async(server.address)
@@ -341,7 +341,7 @@ def test_full_server_ends_the_run() -> None:
 
 def test_command_whose_reply_was_lost_is_sent_again_unasked(plain_port: int) -> None:
     with in_front_of(plain_port, hang_up_after=b"INCR") as port, redis.Redis(port=plain_port) as client:
-        address = Address(f"redis://127.0.0.1:{port}", timeout_s=1)
+        address = Address(f"redis://127.0.0.1:{port}")
 
         async def ask() -> None:
             with pytest.raises(BufferUnavailable, match="went away"), asking(address, "the count"):
@@ -351,5 +351,7 @@ def test_command_whose_reply_was_lost_is_sent_again_unasked(plain_port: int) -> 
         with pytest.raises(BufferUnavailable, match="went away"), asking(address, "the count"):
             connect(address).incr(COUNTER)
         asyncio.run(ask())
+        while client.get(COUNTER) != b"2":
+            time.sleep(0.01)
         time.sleep(0.3)
         assert client.get(COUNTER) == b"2"

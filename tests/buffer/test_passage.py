@@ -117,7 +117,7 @@ def test_learner_that_comes_back_loses_when_a_group_was_added(server: Address, o
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(tmp_path / "buffer", timeout_s=10) as server:
+    with EmbeddedServer(tmp_path / "buffer", timeout_s=60) as server:
         yield server
 
 

@@ -36,7 +36,7 @@ def payloads(address: Address, origin: Origin) -> set[int]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(tmp_path / "buffer", timeout_s=10) as server:
+    with EmbeddedServer(tmp_path / "buffer", timeout_s=60) as server:
         yield server
 
 

@@ -67,7 +67,7 @@ def test_groups_of_an_actor_that_died_wait_for_their_leases(server: Address, ori
 
 def test_owners_of_leases_are_kept_for_ever(server: Address, origin: Origin) -> None:
     async def body(producer: Producer) -> None:
-        for n in range(300):
+        for n in range(100):
             await producer.admit(n + 1, wanted=1)
             await add(producer, origin, n)
 
@@ -251,7 +251,7 @@ def test_finished_run_stays_on_the_server(server: Address, origin: Origin) -> No
 
 def test_client_errors_escape_when_the_server_goes_away(tmp_path: Path, origin: Origin) -> None:
     with EmbeddedServer(tmp_path / "buffer", timeout_s=20) as server:
-        address = Address(server.address.url, timeout_s=1, outage_s=0.2)
+        address = Address(server.address.url, timeout_s=20, outage_s=0.2)
         fill(address, origin, [0, 1])
         consumer = Consumer(address, origin)
         entries = consumer.take(1, timeout_s=5)
