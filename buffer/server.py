@@ -39,7 +39,8 @@ class EmbeddedServer:
     Args:
         timeout_s: longest wait, in seconds, for an empty server to start and for an answer.
         rewrite_bytes: the append-only file is rewritten, without what was removed, when it is larger than this and
-            has doubled. The disk holds about twice as much, or three times what is in the buffer.
+            has doubled. The disk holds about twice as much, or three times what is in the buffer, and up to three
+            times what is written while a rewriting goes on.
     """
 
     def __init__(self, folder: Path, timeout_s: float, rewrite_bytes: int = 64 << 20) -> None:
